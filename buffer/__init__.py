@@ -1,0 +1,1 @@
+"""The experience buffer: tables of rows in Redis, claimed by stage."""

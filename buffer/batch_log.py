@@ -1,0 +1,58 @@
+"""The append-only batch log: what each training step trained on, fsynced before its first micro-batch.
+
+Recovery is the newest checkpoint plus the redo of the entries after it; Redis is only an index of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import msgspec
+
+
+class LoggedRange(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one chunk: (chunk, first, count)."""
+
+    chunk: str
+    first: int
+    count: int
+
+
+class BatchEntry(msgspec.Struct, frozen=True):
+    """One training step as a pure function of its rows.
+
+    `rows` are sample ids in training order; `ranges` say where the store holds them, in claim order.
+    `micro_batches[rank][i]` lists indices into `rows`. `policy_version` is the version that the step
+    makes; `behaviour_versions` are the least and greatest version that generated its tokens.
+    """
+
+    step: int
+    policy_version: int
+    rows: tuple[str, ...]
+    ranges: tuple[LoggedRange, ...]
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    behaviour_versions: tuple[int, int]
+    denominators: tuple[float, ...]
+    seed: int
+
+
+class BatchLog(Protocol):
+    """Append and read entries; one writer (trainer rank 0)."""
+
+    def append(self, entry: BatchEntry) -> None:
+        """Write and fsync one entry.
+
+        Raises:
+            IntegrityError: the step is not the next one. DependencyError: the disk is full.
+        """
+
+    def entries(self, after_step: int = -1) -> Iterator[BatchEntry]:
+        """Entries with a greater step, in order. A torn last line is ignored.
+
+        Raises:
+            IntegrityError: a damaged line that is not the last; names file and offset.
+        """
+
+    def last_step(self) -> int:
+        """Greatest logged step, or -1."""

@@ -1,0 +1,1 @@
+"""What every process needs: nouns, messages, recipes, engines, algorithms."""

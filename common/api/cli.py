@@ -1,0 +1,7 @@
+"""The command `rlmq`."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Entry point."""

@@ -1,0 +1,102 @@
+"""Calls and desired states: what the controller wants, as records with one truth.
+
+A *call* is an edge ("train on step 12"): deterministic id, claimed, completed and fenced. A *desired
+state* is a level (phase, target policy version): one versioned record per role. Doorbells only make
+them quicker to notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+Phase = Literal["run", "pause", "drain", "stop"]
+Activity = Literal["generating", "scoring", "training", "syncing", "checkpointing", "evaluating", "idle"]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One unit of commanded work.
+
+    `id` is `"step/ordinal/role.method"`: the same loop makes the same ids. `ranks` are the workers of the
+    role that take part, each of which completes its own sub-call. `args` holds plain data only.
+    """
+
+    id: str
+    role: str
+    method: str
+    ranks: tuple[int, ...]
+    args: dict[str, Any] = {}
+    epoch: int = 0
+
+
+class CallResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank's sub-call ended: a plain value, or an error with its exit code."""
+
+    call_id: str
+    rank: int
+    ok: bool
+    value: dict[str, Any] = {}
+    error: str = ""
+    exit_code: int = 0
+
+
+class Desired(msgspec.Struct, frozen=True, kw_only=True):
+    """What a role should be doing. A worker ignores a lower `version` than it has seen."""
+
+    role: str
+    version: int
+    phase: Phase
+    policy_version: int = 0
+    epoch: int = 0
+
+
+class Calls(Protocol):
+    """Records of calls and desired states; every write is fenced and idempotent."""
+
+    def submit(self, call: Call) -> None:
+        """Queue the call for its ranks; a known id with the same content is a no-op.
+
+        Raises:
+            ControlLoopDiverged: the id is known with another role, method or arguments.
+            Fenced: the epoch is not the newest.
+        """
+
+    def next(self, role: str, rank: int) -> Call | None:
+        """The oldest call of this rank without a result, or None. Repeats after a restart."""
+
+    def complete(self, result: CallResult, *, incarnation: int) -> bool:
+        """Store a rank's result, once. False when it was already there.
+
+        Raises:
+            Fenced: a newer incarnation of this rank has joined.
+        """
+
+    def results(self, call_id: str) -> list[CallResult]:
+        """Results stored so far, by rank; the call is done when all its ranks have one."""
+
+    def want(self, desired: Desired) -> None:
+        """Store a role's desired state; refused as `Fenced` when the epoch is old."""
+
+    def wanted(self, role: str) -> Desired | None:
+        """The role's desired state."""
+
+    def join(self, role: str, rank: int, *, fingerprint: str) -> int:
+        """Register a worker process; returns its incarnation, greater than any before it.
+
+        Raises:
+            SchemaMismatch: the run has another schema fingerprint; both are named.
+        """
+
+    def begin_epoch(self, *, fingerprint: str, lease_s: float) -> int:
+        """Become the controller: the next epoch.
+
+        Raises:
+            SecondController: another controller's lease is still live.
+        """
+
+    def renew_epoch(self, epoch: int, lease_s: float) -> None:
+        """Keep the controller's lease. Raises Fenced when another controller took over."""
+
+    def end_epoch(self, epoch: int) -> None:
+        """Give the controller's lease back."""

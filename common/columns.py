@@ -1,0 +1,74 @@
+"""Columns of the sample tables: names, Arrow types, and who writes them.
+
+Names are the field's usual ones. Tokens are int32, log-probs float32, rewards float64 (group statistics
+in the type that a reward function happened to return are a known source of wrong advantages).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One typed column and the role that writes it (`prompts` columns come with the put)."""
+
+    name: str
+    type: pa.DataType
+    writer: str
+
+
+_TOKENS = pa.list_(pa.field("item", pa.int32()))
+_FLOATS = pa.list_(pa.field("item", pa.float32()))
+
+PROMPT_COLUMNS: tuple[Column, ...] = (
+    Column("sample_id", pa.string(), "prompts"),  # "train-000012-0003-05": table, step, prompt, member
+    Column("group_id", pa.string(), "prompts"),  # "train-000012-0003"
+    Column("step", pa.int32(), "prompts"),
+    Column("source", pa.string(), "prompts"),  # name of the data set ("train", or an evaluation set's name)
+    Column("prompt_ids", _TOKENS, "prompts"),
+    Column("prompt_text", pa.string(), "prompts"),  # rendered text, special tokens included
+    Column("record", pa.string(), "prompts"),  # the user's row as JSON: "prompt" as given, and the other fields
+)
+ROLLOUT_COLUMNS: tuple[Column, ...] = (
+    Column("response_ids", _TOKENS, "rollout"),
+    Column("response_text", pa.string(), "rollout"),  # decoded without special tokens
+    Column("rollout_logprobs", _FLOATS, "rollout"),  # of the sampled tokens, under the sampling distribution
+    Column("loss_mask", pa.list_(pa.field("item", pa.bool_())), "rollout"),
+    Column("policy_versions", _TOKENS, "rollout"),  # per response token
+    Column("truncated", pa.bool_(), "rollout"),  # ended by the length limit, not by EOS or a stop
+)
+REFERENCE_COLUMNS: tuple[Column, ...] = (Column("ref_logprobs", _FLOATS, "reference"),)
+ACTOR_COLUMNS: tuple[Column, ...] = (Column("advantages", _FLOATS, "actor"),)
+
+
+def reward_columns(names: Iterable[str]) -> tuple[Column, ...]:
+    """`reward` (the weighted sum) and one `reward.NAME` per reward function; null is no verdict."""
+    parts = tuple(Column(f"reward.{name}", pa.float64(), "reward") for name in names)
+    return (Column("reward", pa.float64(), "reward"), *parts)
+
+
+def sample_columns(reward_names: Sequence[str], *, reference: bool) -> tuple[Column, ...]:
+    """All columns of a sample table, in the order in which a sample collects them."""
+    return (
+        PROMPT_COLUMNS
+        + ROLLOUT_COLUMNS
+        + reward_columns(reward_names)
+        + (REFERENCE_COLUMNS if reference else ())
+        + ACTOR_COLUMNS
+    )
+
+
+def arrow_schema(columns: Iterable[Column]) -> pa.Schema:
+    """The Arrow schema of these columns, in order."""
+    return pa.schema([pa.field(c.name, c.type) for c in columns])
+
+
+def fingerprint(columns: Iterable[Column]) -> str:
+    """16 hex digits that change with any name, type, writer or order of the columns."""
+    text = "\n".join(f"{c.name}:{c.type}:{c.writer}" for c in columns)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Generation and training back ends behind one protocol each."""

@@ -1,0 +1,93 @@
+"""The generation engine: step-wise, so that pausing is not stepping and loading happens between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlmq.common.weights import WeightManifest
+
+EngineState = Literal["empty", "serving", "loading", "torn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. `temperature` 0 is greedy. Log-probs are of the distribution after temperature,
+    before `top_k` / `top_p` cut it."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample to generate. `seed` and `id` alone (with the token index) decide its random numbers."""
+
+    id: str
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A finished (or aborted) response: `token_ids`, `logprobs`, `policy_versions` have one entry per token."""
+
+    id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    policy_versions: list[int]
+    truncated: bool
+
+
+class GenerationEngine(Protocol):
+    """Generates samples with weights of one policy version at a time."""
+
+    @property
+    def state(self) -> EngineState:
+        """`empty` before the first commit; `torn` after a load that failed half-way."""
+
+    @property
+    def version(self) -> int:
+        """Policy version served, -1 when none."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises UsageError when a prompt plus its limit exceeds the model's context."""
+
+    def step(self) -> list[Generated]:
+        """Advance by one unit of work; returns what finished. An idle engine returns []."""
+
+    def abort(self, ids: Sequence[str]) -> list[Generated]:
+        """Take requests out; returns their partial responses."""
+
+    @property
+    def pending(self) -> int:
+        """Requests submitted and not yet returned."""
+
+    def begin_load(self, manifest: WeightManifest, version: int) -> None:
+        """Start to receive weights; the old ones still serve. Refuses a manifest of another model."""
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Receive one whole tensor of the manifest."""
+
+    def commit(self) -> None:
+        """Serve the loaded version and clear every cache of the old one."""
+
+    def abandon(self) -> None:
+        """Drop a load that cannot be completed; the old version goes on if it is whole."""
+
+    def release_memory(self) -> None:
+        """Free what can be freed while training runs on the same device."""
+
+    def acquire_memory(self) -> None:
+        """Undo `release_memory`."""
+
+    def layout(self) -> WeightManifest:
+        """Names, shapes and dtypes of the tensors that `load` expects."""

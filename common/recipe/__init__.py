@@ -1,0 +1,1 @@
+"""Recipes: typed fields, YAML, overrides, differences."""

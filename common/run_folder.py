@@ -1,0 +1,91 @@
+"""Where everything of one run lies; the one place that spells its file names."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """`runs/<run_id>/` and what is in it."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """The folder's name."""
+        return self.path.name
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe (YAML)."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def logs(self) -> Path:
+        """One log per process: `logs/<role>-<rank>.log`."""
+        return self.path / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step and evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Parquet files of ended samples: `samples/<table>-<step>.parquet`."""
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        """`checkpoints/step-000012/` in the Hugging Face layout."""
+        return self.path / "checkpoints"
+
+    @property
+    def batch_log(self) -> Path:
+        """The batch log."""
+        return self.path / "batch_log.jsonl"
+
+    @property
+    def server(self) -> Path:
+        """Data of the Redis server that rlmq starts for the run."""
+        return self.path / "redis"
+
+    @property
+    def summary(self) -> Path:
+        """Written at the end."""
+        return self.path / "summary.json"
+
+    @property
+    def curve(self) -> Path:
+        """The reward curve."""
+        return self.path / "reward.png"
+
+    @property
+    def addresses(self) -> Path:
+        """`addresses.json`: the Redis URL of the run, for processes started by hand."""
+        return self.path / "addresses.json"
+
+    @property
+    def sockets(self) -> Path:
+        """A short private folder for unix sockets (the kernel allows 107 bytes for a socket's path).
+
+        Its name is a hash of the run folder's real path, so that two runs never share one.
+        """
+        digest = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
+        runtime = Path(f"/run/user/{os.getuid()}")
+        base = runtime if os.access(runtime, os.W_OK) else Path("/tmp")
+        return base / f"rlmq-{os.getuid()}-{digest}"
+
+    @property
+    def doorbell_address(self) -> str:
+        """ZeroMQ endpoint of the controller's XPUB."""
+        return f"ipc://{self.sockets}/doorbell"
+
+    @property
+    def reports_address(self) -> str:
+        """ZeroMQ endpoint of the controller's ROUTER."""
+        return f"ipc://{self.sockets}/reports"

@@ -1,0 +1,1 @@
+"""Processes that consume batches: actor, recorder, evaluation."""

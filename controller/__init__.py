@@ -1,0 +1,1 @@
+"""The controller: one control loop, calls, roster, and the local supervisor."""

@@ -1,0 +1,1 @@
+"""Processes that add rows or columns: prompts, rollout, reward, reference."""
