@@ -19,21 +19,27 @@ class LoggedRange(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
 
+class Update(msgspec.Struct, frozen=True):
+    """One optimizer step: `micro_batches[rank][i]` lists indices into the entry's `rows`."""
+
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    denominators: tuple[float, ...]
+
+
 class BatchEntry(msgspec.Struct, frozen=True):
     """One training step as a pure function of its rows.
 
     `rows` are sample ids in training order; `ranges` say where the store holds them, in claim order.
-    `micro_batches[rank][i]` lists indices into `rows`. `policy_version` is the version that the step
-    makes; `behaviour_versions` are the least and greatest version that generated its tokens.
+    `updates` are its optimizer steps (passes times mini-batches). `policy_version` is the version that the
+    step makes; `behaviour_versions` are the least and greatest version that generated its tokens.
     """
 
     step: int
     policy_version: int
     rows: tuple[str, ...]
     ranges: tuple[LoggedRange, ...]
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    updates: tuple[Update, ...]
     behaviour_versions: tuple[int, int]
-    denominators: tuple[float, ...]
     seed: int
 
 

@@ -81,6 +81,12 @@ class Calls(Protocol):
     def wanted(self, role: str) -> Desired | None:
         """The role's desired state."""
 
+    def note(self, name: str, value: dict[str, Any]) -> None:
+        """Leave a small record that other processes of the run may read: an address, the open step."""
+
+    def noted(self, name: str) -> dict[str, Any] | None:
+        """The record left under this name, or None."""
+
     def join(self, role: str, rank: int, *, fingerprint: str) -> int:
         """Register a worker process; returns its incarnation, greater than any before it.
 

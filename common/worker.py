@@ -25,7 +25,8 @@ class WorkerContext:
     """What a role gets from its process.
 
     `activity` tells the controller (and the metrics) what this worker does from now on;
-    `progress` marks that work moved on (leases are extended by progress, not by being alive).
+    `progress` marks that work moved on (leases are extended by progress, not by being alive);
+    `stopping` becomes true when the process was told to end: long work gives up at its next boundary.
     """
 
     recipe: Recipe
@@ -40,6 +41,7 @@ class WorkerContext:
     activity: Callable[[Activity], None]
     progress: Callable[[], None]
     desired: Callable[[], Desired | None]
+    stopping: Callable[[], bool]
 
 
 class Role(Protocol):
