@@ -35,6 +35,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def progress(self) -> Path:
+        """What the run does now: one JSON object that the controller rewrites, for the live display."""
+        return self.path / "progress.json"
+
+    @property
     def samples(self) -> Path:
         """Parquet files of ended samples: `samples/<table>-<step>.parquet`."""
         return self.path / "samples"

@@ -1,0 +1,120 @@
+"""Child processes that never outlive their parent, and words for how one ended.
+
+Linux ends a child together with its parent when the child asked for it (`prctl(PR_SET_PDEATHSIG)`), also
+when the parent was killed with `-9`. The request belongs to the *thread* that started the child: call
+`spawn` from a thread that lives as long as the child should, as a rule the main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Ask the kernel to SIGKILL this process when its parent ends; at once if the parent is gone already.
+
+    Args:
+        parent_pid: the parent's pid as the parent saw it; closes the gap between fork and this call.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _child_setup() -> Callable[[], None]:
+    parent_pid = os.getpid()
+
+    def setup() -> None:
+        die_with_parent(parent_pid)
+        # Ignored signals survive exec: a child of `nohup` or of a shell's `&` would never see Ctrl-C.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return setup
+
+
+def spawn(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    output: IO[bytes] | int = subprocess.DEVNULL,
+    cwd: Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a child in a process group of its own that dies with the calling thread.
+
+    stdin is /dev/null, stdout and stderr go to `output`. The terminal's Ctrl-C does not reach it.
+    """
+    return subprocess.Popen(
+        list(argv),
+        env=None if env is None else dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        cwd=cwd,
+        process_group=0,
+        preexec_fn=_child_setup(),
+    )
+
+
+def signal_group(process_group: int, signum: int) -> bool:
+    """Send a signal to every process of a group; False when there is none left."""
+    try:
+        os.killpg(process_group, signum)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # members are zombies or changed their user
+        return True
+    return True
+
+
+def reap(child: subprocess.Popen[bytes]) -> int | None:
+    """The child's return code when it has ended, else None.
+
+    What is left of its process group (its own children) is killed first, while the pid cannot be reused.
+    """
+    if child.returncode is not None:
+        return child.returncode
+    with contextlib.suppress(ChildProcessError):
+        if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            return None
+        signal_group(child.pid, signal.SIGKILL)
+    return child.wait()
+
+
+def describe_exit(returncode: int) -> str:
+    """`"exit 3"` or `"signal 9 (SIGKILL)"`."""
+    if returncode >= 0:
+        return f"exit {returncode}"
+    try:
+        return f"signal {-returncode} ({signal.Signals(-returncode).name})"
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def last_lines(path: Path, count: int, *, from_byte: int = 0) -> list[str]:
+    """The last `count` non-empty lines of a log, from `from_byte` on; empty when it cannot be read."""
+    limit_bytes = 64 * 1024
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(min(from_byte, size), size - limit_bytes))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
