@@ -26,6 +26,7 @@ class WorkerContext:
 
     `activity` tells the controller (and the metrics) what this worker does from now on;
     `progress` marks that work moved on (leases are extended by progress, not by being alive);
+    `serving` tells which policy version a rollout worker generates with from now on;
     `stopping` becomes true when the process was told to end: long work gives up at its next boundary.
     """
 
@@ -40,6 +41,7 @@ class WorkerContext:
     log: structlog.stdlib.BoundLogger
     activity: Callable[[Activity], None]
     progress: Callable[[], None]
+    serving: Callable[[int], None]
     desired: Callable[[], Desired | None]
     stopping: Callable[[], bool]
 

@@ -1,0 +1,95 @@
+"""Messages between the controller and the workers: msgspec structs, msgpack on the wire.
+
+Down (XPUB, topic = role): a doorbell that carries the command itself. Up (DEALER to ROUTER): reports.
+All of them may be lost: the truth of calls and desired states is in the records (`common/calls.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rlmq.common.calls import Call, CallResult, Desired
+from rlmq.common.errors import DecodeError
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+"""Greatest control message; ZeroMQ drops the peer that sends more."""
+
+
+class CallBell(msgspec.Struct, frozen=True, tag="call"):
+    """A call was queued."""
+
+    call: Call
+
+
+class DesiredBell(msgspec.Struct, frozen=True, tag="desired"):
+    """A role's desired state changed."""
+
+    desired: Desired
+
+
+Doorbell = CallBell | DesiredBell
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    """What a worker does: sent when that changes, and once a second.
+
+    `serving` is the policy version that a rollout worker generates with (-1: none); `progress` only grows
+    while work moves on; `activity_s` are the seconds spent in each activity since the process began;
+    `ready` is false until the role is built.
+    """
+
+    role: str
+    rank: int
+    incarnation: int
+    activity: str
+    ready: bool
+    serving: int
+    progress: int
+    activity_s: dict[str, float]
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """A sub-call's result was stored."""
+
+    result: CallResult
+
+
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
+    """A worker ends; with an exit code other than 0, `error` is its one message."""
+
+    role: str
+    rank: int
+    incarnation: int
+    exit_code: int
+    error: str = ""
+
+
+Report = Heartbeat | Done | Goodbye
+
+_encoder = msgspec.msgpack.Encoder()
+_doorbell_decoder: msgspec.msgpack.Decoder[Doorbell] = msgspec.msgpack.Decoder(Doorbell)
+_report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def encode(message: Doorbell | Report) -> bytes:
+    """Bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_doorbell(data: bytes) -> Doorbell:
+    """A doorbell, or DecodeError."""
+    return _decode(_doorbell_decoder, data)
+
+
+def decode_report(data: bytes) -> Report:
+    """A report, or DecodeError."""
+    return _decode(_report_decoder, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError("control message", got=f"{len(data)} bytes", expected=str(error)) from error
