@@ -40,6 +40,11 @@ class RunFolder:
         return self.path / "progress.json"
 
     @property
+    def metrics_addresses(self) -> Path:
+        """`metrics/<role>-<rank>.json`: where each process serves `/metrics` (file-based discovery)."""
+        return self.path / "metrics"
+
+    @property
     def samples(self) -> Path:
         """Parquet files of ended samples: `samples/<table>-<step>.parquet`."""
         return self.path / "samples"

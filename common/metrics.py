@@ -1,0 +1,139 @@
+"""Every Prometheus metric that rlmq serves, declared once.
+
+Names have the prefix `rlmq_` and base units (seconds, bytes, tokens); ratios lie between 0 and 1; no label
+holds an id. `role`, `rank` and `run` are labels of the scrape target, not of each series: every process writes
+`runs/<run_id>/metrics/<role>-<rank>.json` in the form of Prometheus's file-based discovery.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    start_http_server,
+)
+from rlmq.common.run_folder import RunFolder
+
+disable_created_metrics()  # `_created` series double the page and say nothing that the scrape time does not
+
+REGISTRY = CollectorRegistry()
+ProcessCollector(registry=REGISTRY)
+
+_SECONDS = (0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+ACTIVITY_SECONDS = Counter(
+    "rlmq_activity_seconds_total", "Seconds that this worker spent, by activity.", ["activity"], registry=REGISTRY
+)
+ROWS_WRITTEN = Counter(
+    "rlmq_rows_written_total", "Rows to which this worker wrote columns.", ["table", "stage"], registry=REGISTRY
+)
+ROWS_ACKED = Counter(
+    "rlmq_rows_acked_total", "Rows that this worker was done with.", ["table", "stage"], registry=REGISTRY
+)
+ROWS_WITHOUT_VERDICT = Counter(
+    "rlmq_rows_without_verdict_total", "Rows that no reward function gave a value.", ["table"], registry=REGISTRY
+)
+CALLS_HANDLED = Counter(
+    "rlmq_calls_handled_total",
+    "Calls of the controller that this worker completed; outcome is ok or error.",
+    ["method", "outcome"],
+    registry=REGISTRY,
+)
+GENERATED_TOKENS = Counter(
+    "rlmq_generated_tokens_total", "Response tokens sampled by this worker.", ["table"], registry=REGISTRY
+)
+REWARD_CALL_SECONDS = Histogram(
+    "rlmq_reward_call_seconds",
+    "Wall-clock seconds of one call of a reward function.",
+    ["function"],
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+REWARD_CALL_FAILURES = Counter(
+    "rlmq_reward_call_failures_total",
+    "Calls of a reward function that gave no verdict.",
+    ["function"],
+    registry=REGISTRY,
+)
+WEIGHT_SYNC_SECONDS = Histogram(
+    "rlmq_weight_sync_seconds",
+    "Seconds of one weight transfer, from its beginning to the commit.",
+    ["direction"],
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+WEIGHT_SYNC_BYTES = Counter(
+    "rlmq_weight_sync_bytes_total", "Bytes of weights sent or received.", ["direction"], registry=REGISTRY
+)
+BUFFER_ROWS = Gauge(
+    "rlmq_buffer_rows",
+    "Rows by table, stage and state (ready, leased, acked), as the store counts them.",
+    ["table", "stage", "state"],
+    registry=REGISTRY,
+)
+BUFFER_LIVE_ROWS = Gauge(
+    "rlmq_buffer_live_rows", "Rows that have not reached an end state.", ["table"], registry=REGISTRY
+)
+BUFFER_PAYLOAD_BYTES = Gauge(
+    "rlmq_buffer_payload_bytes", "Bytes of row payload that the store holds.", ["table"], registry=REGISTRY
+)
+STEP = Gauge("rlmq_step", "Newest finished training step.", registry=REGISTRY)
+POLICY_VERSION = Gauge("rlmq_policy_version", "Policy version that this worker holds.", registry=REGISTRY)
+
+_STEP_FIGURES: Mapping[str, str] = {
+    "reward_mean": "Mean reward of the step's samples.",
+    "reward_std": "Standard deviation of the step's rewards.",
+    "loss": "Loss of the step.",
+    "kl": "Estimated KL divergence to the reference, in nats per token.",
+    "entropy": "Mean entropy of the policy, in nats per token.",
+    "clip_ratio": "Share of tokens whose ratio was clipped, 0 to 1.",
+    "ratio_mean": "Mean probability ratio of new to old policy.",
+    "truncated_ratio": "Share of responses that the length limit cut, 0 to 1.",
+    "grad_norm": "Gradient norm before clipping.",
+    "lr": "Learning rate that the step used.",
+    "response_tokens_mean": "Mean response length in tokens.",
+    "staleness_mean": "Mean trainer version minus the oldest version in a sample.",
+    "seconds": "Wall-clock seconds of the step.",
+}
+STEP_FIGURES: Mapping[str, Gauge] = {
+    name: Gauge(f"rlmq_train_{name}", text, registry=REGISTRY) for name, text in _STEP_FIGURES.items()
+}
+
+
+def set_step_figures(figures: Mapping[str, object]) -> None:
+    """Show a step's figures; names that are not declared in this file are left to the trackers."""
+    for name, gauge in STEP_FIGURES.items():
+        value = figures.get(name)
+        if isinstance(value, int | float):
+            gauge.set(float(value))
+
+
+def serve_metrics(role: str, rank: int, run: RunFolder | None = None) -> int:
+    """Serve this process's metrics on `http://127.0.0.1:PORT/metrics` from a daemon thread.
+
+    Args:
+        role: role of this process.
+        rank: its rank.
+        run: where its address is written for discovery; none: nowhere.
+
+    Returns:
+        The port, chosen by the kernel.
+    """
+    server, _ = start_http_server(0, addr="127.0.0.1", registry=REGISTRY)
+    port = int(server.server_port)
+    if run is not None:
+        run.metrics_addresses.mkdir(parents=True, exist_ok=True)
+        target = run.metrics_addresses / f"{role}-{rank}.json"
+        labels = {"run": run.run_id, "role": role, "rank": str(rank)}
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        temporary.write_text(json.dumps([{"targets": [f"127.0.0.1:{port}"], "labels": labels}]))
+        temporary.replace(target)
+    return port
