@@ -108,9 +108,7 @@ def user_error(error: BaseException, path: Path, *, subject: str) -> UsageError:
     return UsageError(
         subject,
         got=f"{kind} at {place}" + (f": {text}" if text else ""),
-        remedy="Correct this line"
-        if not isinstance(error, ModuleNotFoundError)
-        else "Install or correct the import",
+        remedy="Install it, or correct the import" if missing else "Correct this line",
     )
 
 

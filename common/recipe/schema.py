@@ -7,43 +7,64 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+ClipWidth = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Block(BaseModel):
     """A block of the recipe: unknown keys are errors, values keep their YAML types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunBlock(Block):
     """Which run this is."""
 
     name: str = Field(description="Name of the run; the same name continues an unfinished run.")
-    seed: int = Field(0, ge=0, description="The one seed of data order, sampling and initialisation.")
-    folder: str = Field("runs", description="Folder that holds the runs, relative to the working directory.")
+    seed: int = Field(default=0, ge=0, description="The one seed of data order, sampling and initialisation.")
+    folder: str = Field(
+        default="runs", description="Folder that holds the runs, relative to the working directory."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _folder_name(cls, name: str) -> str:
+        """The name becomes part of a folder's name, which the kernel limits to 255 bytes."""
+        if not name.strip() or name.startswith(".") or not name.isprintable() or "/" in name:
+            raise ValueError("a name for a folder: not empty, without '/', not beginning with '.'")
+        if len(name.encode()) > 200:
+            raise ValueError("at most 200 bytes")
+        return name
 
 
 class AlgorithmBlock(Block):
     """Group-relative policy optimisation and its knobs."""
 
-    name: Literal["grpo"] = Field("grpo", description="Algorithm: one of those that `rlmq algorithms` lists.")
-    group_size: PositiveInt = Field(8, description="Samples per prompt.")
-    clip: tuple[float, float] = Field((0.2, 0.2), description="Clip range of the ratio below and above 1.")
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the KL to the reference; 0 starts no reference.")
+    name: Literal["grpo"] = Field(
+        default="grpo", description="Algorithm: one of those that `rlmq algorithms` lists."
+    )
+    group_size: PositiveInt = Field(default=8, description="Samples per prompt.")
+    clip: tuple[ClipWidth, ClipWidth] = Field(
+        default=(0.2, 0.2), description="Clip range of the ratio below and above 1."
+    )
+    kl_coef: float = Field(
+        default=0.0, ge=0, description="Weight of the KL to the reference; 0 starts no reference."
+    )
     loss_agg: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
-        "token_mean",
+        default="token_mean",
         description="token_mean: one mean over all tokens; sequence_mean: mean over tokens, then over samples; "
         "sequence_sum: sum over tokens divided by max_response_tokens, then mean over samples.",
     )
-    std_normalisation: bool = Field(True, description="Divide advantages by the group's standard deviation.")
-    std_epsilon: PositiveFloat = Field(1.0e-6, description="Added to that standard deviation.")
+    std_normalisation: bool = Field(
+        default=True, description="Divide advantages by the group's standard deviation."
+    )
+    std_epsilon: PositiveFloat = Field(default=1.0e-6, description="Added to that standard deviation.")
     old_logprobs: Literal["trainer", "rollout"] = Field(
-        "trainer", description="Whose log-probs are the denominator of the ratio."
+        default="trainer", description="Whose log-probs are the denominator of the ratio."
     )
 
 
@@ -52,41 +73,56 @@ class DataBlock(Block):
 
     train: str = Field(description="Prompts: .jsonl, .parquet, or file.py:function returning a list of rows.")
     eval: str | dict[str, str] | None = Field(
-        None, description="Evaluation sets: one source, or a mapping of names to sources."
+        default=None, description="Evaluation sets: one source, or a mapping of names to sources."
     )
-    max_prompt_tokens: PositiveInt = Field(512, description="Longest prompt in tokens, template included.")
+    max_prompt_tokens: PositiveInt = Field(default=512, description="Longest prompt in tokens, template included.")
     long_prompts: Literal["refuse", "skip", "cut_left"] = Field(
-        "refuse", description="What happens to longer prompts; skipped and cut ones are counted."
+        default="refuse", description="What happens to longer prompts; skipped and cut ones are counted."
     )
-    prompts_per_step: PositiveInt = Field(8, description="Prompts per training step; each gets group_size samples.")
+    prompts_per_step: PositiveInt = Field(
+        default=8, description="Prompts per training step; each gets group_size samples."
+    )
     passes: PositiveInt | None = Field(
-        None, description="Passes over the data after which the run ends; none: train.steps alone decides."
+        default=None, description="Passes over the data after which the run ends; none: train.steps alone decides."
     )
-    shuffle: bool = Field(True, description="A new seeded order in each pass; false: file order.")
+    shuffle: bool = Field(default=True, description="A new seeded order in each pass; false: file order.")
 
 
 class RolloutBlock(Block):
     """Generation."""
 
-    engine: Literal["hf"] = Field("hf", description="Generation engine.")
-    max_response_tokens: PositiveInt = Field(128, description="Longest response in tokens.")
+    engine: Literal["hf"] = Field(default="hf", description="Generation engine.")
+    max_response_tokens: PositiveInt = Field(default=128, description="Longest response in tokens.")
     truncated: Literal["train", "mask", "penalise"] = Field(
-        "train", description="What happens to responses that the limit cut: train on them, mask them, or penalise."
+        default="train",
+        description="What happens to responses that the limit cut: train on them, mask them, or penalise.",
     )
-    truncation_penalty: float = Field(0.0, ge=0, description="Subtracted from the reward of a cut response.")
-    temperature: float = Field(1.0, gt=1.0e-6, description="Sampling temperature in training; greedy is refused.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of the sampling distribution.")
-    top_k: int = Field(0, ge=0, description="Most likely tokens kept; 0 keeps all.")
-    batch_size_per_device: PositiveInt = Field(64, description="Most samples generated at once per worker.")
+    truncation_penalty: float = Field(
+        default=0.0, ge=0, description="Subtracted from the reward of a cut response."
+    )
+    temperature: float = Field(
+        default=1.0, gt=1.0e-6, description="Sampling temperature in training; greedy is refused."
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of the sampling distribution.")
+    top_k: int = Field(default=0, ge=0, description="Most likely tokens kept; 0 keeps all.")
+    batch_size_per_device: PositiveInt = Field(default=64, description="Most samples generated at once per worker.")
+
+    @model_validator(mode="after")
+    def _penalty_given(self) -> RolloutBlock:
+        if self.truncated == "penalise" and self.truncation_penalty == 0:
+            raise ValueError("truncation_penalty above 0 with truncated: penalise")
+        if self.truncated != "penalise" and self.truncation_penalty > 0:
+            raise ValueError("truncated: penalise with a truncation_penalty")
+        return self
 
 
 class RewardBlock(Block):
     """One reward function; the reward is the weighted sum of all."""
 
     function: str = Field(description="file.py:function, looked up beside the recipe; TRL's or verl's signature.")
-    weight: float = Field(1.0, description="Weight in the sum.")
-    timeout_s: PositiveFloat = Field(10.0, description="Seconds per call; beyond: no verdict.")
-    name: str | None = Field(None, description="Name of its column; default: the function's name.")
+    weight: float = Field(default=1.0, description="Weight in the sum.")
+    timeout_s: PositiveFloat = Field(default=10.0, description="Seconds per call; beyond: no verdict.")
+    name: str | None = Field(default=None, description="Name of its column; default: the function's name.")
     arguments: dict[str, Any] = Field(default_factory=dict, description="Extra keyword arguments of the function.")
 
 
@@ -94,28 +130,32 @@ class TrainBlock(Block):
     """Optimisation."""
 
     steps: PositiveInt = Field(description="Training steps (batches), counted from the run's beginning.")
-    lr: float = Field(1.0e-6, ge=0, description="Peak learning rate of AdamW.")
+    lr: float = Field(default=1.0e-6, ge=0, description="Peak learning rate of AdamW.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Shape after the warm-up; linear and cosine fall to 0 at lr_steps."
+        default="constant", description="Shape after the warm-up; linear and cosine fall to 0 at lr_steps."
     )
-    lr_steps: PositiveInt | None = Field(None, description="Steps of the schedule; none: train.steps.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's betas.")
-    adam_epsilon: PositiveFloat = Field(1.0e-8, description="AdamW's epsilon.")
-    grad_clip: float = Field(1.0, ge=0, description="Greatest gradient norm; 0: none.")
-    micro_batch_tokens: PositiveInt = Field(16384, description="Most tokens (padding included) per forward.")
-    mini_batches: PositiveInt = Field(1, description="Optimizer steps per pass over a batch.")
-    epochs: PositiveInt = Field(1, description="Passes over each batch.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of compute and of served weights.")
-    activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
+    lr_steps: PositiveInt | None = Field(default=None, description="Steps of the schedule; none: train.steps.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's betas.")
+    adam_epsilon: PositiveFloat = Field(default=1.0e-8, description="AdamW's epsilon.")
+    grad_clip: float = Field(default=1.0, ge=0, description="Greatest gradient norm; 0: none.")
+    micro_batch_tokens: PositiveInt = Field(
+        default=16384, description="Most tokens (padding included) per forward."
+    )
+    mini_batches: PositiveInt = Field(default=1, description="Optimizer steps per pass over a batch.")
+    epochs: PositiveInt = Field(default=1, description="Passes over each batch.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Type of compute and of served weights."
+    )
+    activation_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
 
 
 class RolePlacement(Block):
     """How many processes a role has, and threads for each."""
 
-    workers: PositiveInt = Field(1, description="Processes of this role.")
-    threads: PositiveInt | None = Field(None, description="Compute threads per process; none: all cores.")
+    workers: PositiveInt = Field(default=1, description="Processes of this role.")
+    threads: PositiveInt | None = Field(default=None, description="Compute threads per process; none: all cores.")
 
 
 class PlacementBlock(Block):
@@ -130,36 +170,38 @@ class PlacementBlock(Block):
 class EvaluateBlock(Block):
     """Held-out evaluation, in a table of its own, never trained on."""
 
-    every_steps: int = Field(0, ge=0, description="Steps between evaluations; 0: only before and after.")
-    samples: PositiveInt = Field(1, description="Samples per evaluation prompt; their rewards are averaged.")
-    temperature: float = Field(0.0, ge=0, description="0: greedy.")
+    every_steps: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only before and after.")
+    samples: PositiveInt = Field(
+        default=1, description="Samples per evaluation prompt; their rewards are averaged."
+    )
+    temperature: float = Field(default=0.0, ge=0, description="0: greedy.")
 
     @model_validator(mode="after")
     def _greedy_once(self) -> EvaluateBlock:
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError(f"samples: {self.samples} greedy samples are all equal; set temperature or samples: 1")
+            raise ValueError("samples: 1 at temperature 0 (greedy samples are all equal), or a temperature above 0")
         return self
 
 
 class CheckpointBlock(Block):
     """Checkpoints in the Hugging Face layout; the last trained step always has one."""
 
-    every_steps: int = Field(0, ge=0, description="Steps between checkpoints; 0: only the last step.")
-    keep: PositiveInt = Field(2, description="Checkpoints kept beside the best one.")
+    every_steps: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only the last step.")
+    keep: PositiveInt = Field(default=2, description="Checkpoints kept beside the best one.")
 
 
 class RedisBlock(Block):
     """The server that holds the experience."""
 
-    url: str | None = Field(None, description="redis:// or unix:// URL; none: rlmq starts one for the run.")
+    url: str | None = Field(default=None, description="redis:// or unix:// URL; none: rlmq starts one for the run.")
 
 
 class DeadlineBlock(Block):
     """How long waits may take before they end with the name of who was waited for."""
 
-    start_s: PositiveFloat = Field(180.0, description="Until every worker has joined.")
-    step_s: PositiveFloat = Field(600.0, description="Without any progress inside a step.")
-    sync_s: PositiveFloat = Field(120.0, description="For one weight transfer.")
+    start_s: PositiveFloat = Field(default=180.0, description="Until every worker has joined.")
+    step_s: PositiveFloat = Field(default=600.0, description="Without any progress inside a step.")
+    sync_s: PositiveFloat = Field(default=120.0, description="For one weight transfer.")
 
 
 class Recipe(Block):
@@ -178,9 +220,11 @@ class Recipe(Block):
     redis: RedisBlock = Field(default_factory=RedisBlock)
     deadlines: DeadlineBlock = Field(default_factory=DeadlineBlock)
     track: tuple[Literal["jsonl", "wandb", "tensorboard"], ...] = Field(
-        ("jsonl",), description="Where metrics go; jsonl always."
+        default=("jsonl",), description="Where metrics go; jsonl always."
     )
-    deterministic: bool = Field(False, description="Results independent of timing, worker count and restarts.")
+    deterministic: bool = Field(
+        default=False, description="Results independent of timing, worker count and restarts."
+    )
 
     @property
     def uses_reference(self) -> bool:
