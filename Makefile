@@ -1,0 +1,52 @@
+# The two commands are `make demo` and `make test`; each does all set-up that is missing.
+# Paths are relative and programs run as modules, so that any checkout path works (spaces, quotes, %).
+
+PY := .venv/bin/python
+ARGS ?=
+export PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types bench docs freeze clean
+
+help:
+	@echo 'make demo    a small language model learns sums (minutes; set-up included)'
+	@echo 'make test    lint, types and all tests; one of them: make test ARGS="-k name"'
+	@echo 'make setup   .venv with pinned packages        make lint    ruff, import-linter'
+	@echo 'make types   mypy --strict                     make bench   overhead of being decoupled'
+	@echo 'make docs    regenerate generated pages        make freeze  accept a changed public surface'
+	@echo 'make clean   remove build outputs and caches, not .venv and not runs/'
+
+setup:
+	@sh deploy/setup.sh
+
+demo: setup
+	$(PY) -m rlmq.cli up recipes/demo.yaml --fresh $(ARGS)
+
+test: lint types
+	$(PY) -m pytest $(ARGS)
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	bash tests/types_tree.sh
+	PYTHONPATH=build/types $(PY) -c 'from importlinter.cli import lint_imports_command as main; main()' --no-logo
+
+types: setup
+	bash tests/types_tree.sh
+	$(PY) -m mypy -p rlmq
+	$(PY) -m mypy benchmarks recipes
+
+bench: setup
+	$(PY) -m rlmq.cli bench overhead $(ARGS)
+
+docs: setup
+	$(PY) -m rlmq.common.recipe.reference >docs/recipe.md.new
+	mv docs/recipe.md.new docs/recipe.md
+
+freeze: setup
+	$(PY) tests/policy/frozen.py --write
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	rm -rf common/api/*.egg-info *.egg-info
