@@ -11,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import structlog
 
 from rlmq.common.bus import WorkerBus
 from rlmq.common.calls import Activity, Call, CallResult, Calls, Desired
 from rlmq.common.errors import ExitCode, RlmqError, Terminated
 from rlmq.common.messages import CallBell, DesiredBell, Done, Doorbell, Goodbye, Heartbeat
-from rlmq.common.metrics import METRICS
+from rlmq.common.metrics import ACTIVITY_SECONDS, CALLS_HANDLED
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.common.worker import Role, WorkerContext
@@ -48,7 +49,7 @@ class Worker:
         self._log = log
         self._stop = threading.Event()
         self._bell_rang = threading.Event()
-        self._desired: Desired | None = None
+        self._desired = _without_old_stop(calls.wanted(role))
         self._progress = 0
         self._ready = False
         self._serving = -1
@@ -147,7 +148,7 @@ class Worker:
         value = handler(call.args)
         result = CallResult(call_id=call.id, rank=self._rank, ok=True, value=value)
         self._calls.complete(result, incarnation=self._incarnation)
-        METRICS.calls.labels(method=call.method).inc()
+        CALLS_HANDLED.labels(method=call.method, outcome="ok").inc()
         self._set_activity("idle")
         self._bus.report(Done(result))
         self._log.info("call done", call_id=call.id, seconds=round(time.monotonic() - began, 3))
@@ -190,7 +191,7 @@ class Worker:
         now = time.monotonic()
         spent = now - self._activity_since
         self._activity_s[self._activity] = self._activity_s.get(self._activity, 0.0) + spent
-        METRICS.activity_seconds.labels(activity=self._activity).inc(spent)
+        ACTIVITY_SECONDS.labels(activity=self._activity).inc(spent)
         self._activity, self._activity_since = activity, now
         self._bus.beat()
 
@@ -210,6 +211,13 @@ class Worker:
             os._exit(128 + number)
         self._stop.set()
         self._bus.wake.set()
+
+
+def _without_old_stop(desired: Desired | None) -> Desired | None:
+    """A stop that was there before this process joined was meant for others: wait for the next version."""
+    if desired is not None and desired.phase == "stop":
+        return msgspec.structs.replace(desired, phase="pause")
+    return desired
 
 
 def raise_if_stopping(context: WorkerContext) -> None:
