@@ -46,7 +46,8 @@ print(digest.hexdigest())
 PY
 }
 
-pip() { "$py" -m pip --disable-pip-version-check --quiet "$@"; }
+# Twice quiet: errors only. With several indexes pip otherwise warns of each one that lacks a package.
+pip() { PIP_USER=0 "$py" -m pip --disable-pip-version-check -qq "$@"; }
 
 install_torch() {
   if [ "$kind" = gpu ]; then
