@@ -1,0 +1,101 @@
+"""The processes of a run: command line, threads, environment, and what each reads of the recipe.
+
+`rlmq up` starts exactly these commands; started by hand they do the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlmq.common.processes import cores
+from rlmq.common.recipe.schema import Recipe, RolePlacement
+from rlmq.common.run_folder import RunFolder
+
+_COMPUTE_ROLES = ("rollout", "reference", "actor")
+
+_FOREIGN = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+)
+"""Variables of other launchers: a run on this machine must not meet another one at their address."""
+
+READS: Mapping[str, tuple[str, ...]] = {
+    "controller": ("run", "algorithm", "data", "train", "evaluate", "checkpoint", "deadlines", "track", "redis"),
+    "prompts": ("run", "model", "algorithm.group_size", "data", "rollout.batch_size_per_device", "evaluate", "redis"),
+    "rollout": ("run", "model", "rollout", "evaluate", "train.dtype", "deterministic", "deadlines.sync_s", "redis"),
+    "reward": ("run", "reward", "rollout.truncated", "rollout.truncation_penalty", "redis"),
+    "reference": ("run", "model", "train.dtype", "train.micro_batch_tokens", "redis"),
+    "actor": ("run", "model", "algorithm", "rollout", "train", "checkpoint", "deterministic", "deadlines", "redis"),
+    "recorder": ("run", "reward", "evaluate", "redis"),
+}
+"""Blocks and keys of the recipe that a process of each role reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to start. `environment` holds what differs from the caller's; None removes a variable."""
+
+    role: str
+    index: int
+    argv: tuple[str, ...]
+    environment: Mapping[str, str | None]
+    reads: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """`rollout-0`; also the stem of its log."""
+        return f"{self.role}-{self.index}"
+
+    def full_environment(self) -> dict[str, str]:
+        """The caller's environment with this process's changes."""
+        changed = {**os.environ, **{k: v for k, v in self.environment.items() if v is not None}}
+        return {k: v for k, v in changed.items() if self.environment.get(k, "") is not None}
+
+
+def threads(recipe: Recipe, role: str) -> int:
+    """Compute threads of a process of this role: as placed, else all cores for roles that run a model."""
+    placed = getattr(recipe.placement, role, None)
+    if isinstance(placed, RolePlacement) and placed.threads is not None:
+        return placed.threads
+    return cores() if role in _COMPUTE_ROLES else 1
+
+
+def process_environment(recipe: Recipe, role: str) -> dict[str, str | None]:
+    """Environment variables that a process of this role sets (or, None, removes) before it imports torch."""
+    count = str(threads(recipe, role))
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        # Spinning threads of one process would take the cores from the one that works.
+        "OMP_WAIT_POLICY": "passive",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        **dict.fromkeys(name for name in _FOREIGN if name in os.environ),
+    }
+
+
+def process_specs(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], run: RunFolder) -> list[ProcessSpec]:
+    """Controller and workers of a run, in starting order."""
+    base = (sys.executable, "-P", "-m", "rlmq.cli")
+    tail = (str(recipe_path), *overrides, "--run", str(run.path))
+    specs = [_spec(recipe, "controller", 0, (*base, "controller", *tail))]
+    for role, count in recipe.workers().items():
+        for index in range(count):
+            specs.append(_spec(recipe, role, index, (*base, "worker", role, "--index", str(index), *tail)))
+    return specs
+
+
+def _spec(recipe: Recipe, role: str, index: int, argv: tuple[str, ...]) -> ProcessSpec:
+    return ProcessSpec(role, index, argv, process_environment(recipe, role), READS[role])
