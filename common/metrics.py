@@ -20,9 +20,11 @@ from prometheus_client import (
     disable_created_metrics,
     start_http_server,
 )
+
 from rlmq.common.run_folder import RunFolder
 
-disable_created_metrics()  # `_created` series double the page and say nothing that the scrape time does not
+# `_created` series double the page and say nothing that the scrape times do not.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)

@@ -19,10 +19,14 @@ class RewardRow:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """One value per row, None where there is no verdict; `failure` says why a whole call gave none."""
+    """One value per row, None where there is no verdict.
+
+    `failure` says why a whole call gave none, `notes` what was wrong with single rows (NaN, a row that raised).
+    """
 
     values: list[float | None]
     failure: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class RewardRunner(Protocol):
