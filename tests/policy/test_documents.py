@@ -1,0 +1,66 @@
+"""Links between our documents lead somewhere, and what they name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "deploy/**/*.md", "tests/*.md", "recipes/*.md", "benchmarks/*.md")
+    for path in ROOT.glob(pattern)
+)
+IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """GitHub's anchors of the headings."""
+    headings = re.findall(r"^#+ +(.+?) *$", without_code(text), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+def test_links_lead_to_files_and_headings_that_exist(document: Path) -> None:
+    broken = []
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", without_code(document.read_text("utf-8"))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        place = (document.parent / name).resolve() if name else document
+        if not place.exists() or (anchor and anchor not in anchors(place.read_text("utf-8"))):
+            broken.append(target)
+
+    assert not broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+def test_source_files_that_a_document_names_exist(document: Path) -> None:
+    folders = "common|buffer|controller|producers|consumers|deploy|tests|docs|recipes|benchmarks"
+    named = re.findall(rf"`((?:{folders})/[\w./-]+)`", document.read_text("utf-8"))
+
+    missing = [name for name in named if not (ROOT / name).exists() and not (document.parent / name).exists()]
+
+    assert not missing
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "LICENSE", "tests/README.md"])
+def test_the_document_is_there(name: str) -> None:
+    assert (ROOT / name).stat().st_size > 500
+
+
+def test_make_targets_that_documents_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), flags=re.MULTILINE))
+    named = {
+        target
+        for document in DOCUMENTS
+        for target in re.findall(r"`(?:[A-Z_]+=\S+ )?make ([a-z]+)", document.read_text("utf-8"))
+    }
+
+    assert named <= targets
