@@ -1,0 +1,323 @@
+"""The actor role: a deterministic state machine over the batch log, which trains the policy and sends it out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from rlmq.buffer.batch_log import BatchEntry, Update
+from rlmq.buffer.file_batch_log import FileBatchLog
+from rlmq.buffer.store import ExperienceStore, RowRange
+from rlmq.buffer.tables import TRAIN
+from rlmq.common.algorithms import algorithm_of
+from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
+from rlmq.common.engines.micro_batches import build_micro_batch
+from rlmq.common.engines.torch_trainer import TorchEngine
+from rlmq.common.engines.training import MicroBatch, StepStats
+from rlmq.common.errors import IntegrityError, UsageError
+from rlmq.common.gloo import GlooTransport
+from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
+from rlmq.common.models import load_model, load_tokenizer, pad_id, resolve_model
+from rlmq.common.recipe.load import recipe_hash
+from rlmq.common.weights import Rendezvous, WeightManifest
+from rlmq.common.worker import CallHandler, WorkerContext
+from rlmq.common.worker_loop import raise_if_stopping
+from rlmq.consumers.batch import Batch, batch_columns, plan_step, read_batch
+from rlmq.consumers.file_checkpoints import FileCheckpoints
+from rlmq.consumers.mesh import meet
+
+_NO_ENTRY = b""
+
+
+class ActorRole:
+    """One trainer rank. All ranks run the same calls; rank 0 alone claims rows, logs, sends and saves.
+
+    A step is a pure function of the weights before it and its batch-log entry: recovery loads the newest
+    checkpoint and redoes the entries after it.
+    """
+
+    def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
+        self._context = context
+        self._store = store
+        recipe = context.recipe
+        self._recipe = recipe
+        self._algorithm = algorithm_of(recipe)
+        self._log = FileBatchLog(context.run.batch_log)
+        self._checkpoints = FileCheckpoints(context.run.checkpoints)
+        self._model_folder = resolve_model(recipe.model, context.recipe_folder)
+        self._tokenizer = load_tokenizer(self._model_folder)
+        self._mesh = meet(
+            context.calls,
+            rank=context.rank,
+            size=context.world_size,
+            incarnation=context.incarnation,
+            timeout_s=recipe.deadlines.sync_s,
+        )
+        self._transport = GlooTransport()
+        self._trained = 0
+        self._saved = 0
+        self._whole = True  # false in the middle of a step that has several updates
+        self._metrics: dict[str, Any] = {}
+        self._engine = self._restore()
+
+    def _restore(self) -> TorchEngine:
+        """The engine at the newest checkpoint, or at the recipe's model."""
+        newest = self._checkpoints.newest()
+        folder = self._model_folder if newest is None else str(newest[0])
+        model = load_model(folder, torch.float32)
+        engine = TorchEngine(
+            model, self._recipe.train, temperature=self._recipe.rollout.temperature, group=self._mesh.group
+        )
+        if newest is not None:
+            path, manifest = newest
+            engine.load_state(self._checkpoints.optimizer_state(path))
+            self._trained = self._saved = manifest.step
+            self._context.log.info("restored", checkpoint=str(path), step=manifest.step)
+        return engine
+
+    def handlers(self) -> Mapping[str, CallHandler]:
+        """`train`, `offer`, `send_weights`, `checkpoint`."""
+        return {
+            "train": self._train,
+            "offer": self._offer,
+            "send_weights": self._send_weights,
+            "checkpoint": self._checkpoint,
+        }
+
+    def work(self) -> bool:
+        """The actor's row work is commanded: nothing to do by itself."""
+        return False
+
+    def wait(self, timeout_s: float, wake_fd: int) -> None:
+        """Sleep until a call comes."""
+        self._store.wait([], timeout_s=timeout_s, wake_fd=wake_fd)
+
+    def close(self) -> None:
+        """Save what was trained since the last checkpoint."""
+        if self._whole and self._trained > self._saved:
+            self._save(self._trained, protect=frozenset())
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def _train(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Train one step: redo it if it is in the log, else claim its batch, log it, and train."""
+        step = int(args["step"])
+        self._catch_up(step - 1)
+        if self._trained < step:
+            self._advance(step)
+        return self._metrics
+
+    def _catch_up(self, step: int) -> None:
+        """Redo logged steps up to `step`."""
+        while self._trained < step:
+            self._context.log.info("redo", step=self._trained + 1)
+            self._advance(self._trained + 1, redo=True)
+
+    def _advance(self, step: int, *, redo: bool = False) -> None:
+        self._context.activity("training")
+        began = time.monotonic()
+        entry, batch = self._entry(step, redo=redo)
+        if len(entry.updates[0].micro_batches) != self._mesh.size:
+            raise UsageError(
+                f"placement.actor.workers, step {step}",
+                got=f"{self._mesh.size} ranks",
+                expected=f"the {len(entry.updates[0].micro_batches)} that the batch log was written with",
+                remedy="Resume with that number until the next checkpoint",
+            )
+        micro_batches = [self._micro_batches(batch, update) for update in entry.updates]
+        self._add_old_logprobs(micro_batches)
+        parts, stats = self._update_all(entry, micro_batches)
+        self._trained, self._whole = step, True
+        POLICY_VERSION.set(step)
+        self._metrics = self._describe(entry, batch, parts, stats, time.monotonic() - began)
+
+    def _entry(self, step: int, *, redo: bool) -> tuple[BatchEntry, Batch]:
+        """The step's entry and rows, the same on every rank; a new entry is in the log before it is used."""
+        encoded = _NO_ENTRY
+        batch: Batch | None = None
+        if self._context.rank == 0:
+            logged = next((e for e in self._log.entries(step - 1) if e.step == step), None)
+            if logged is None and redo:
+                raise IntegrityError(f"batch log {self._context.run.batch_log}", got=f"no entry of step {step}")
+            if logged is not None:
+                self._store.finish_logged(TRAIN, "actor", _ranges(logged), step=step)
+                entry = logged
+            else:
+                entry, batch = self._form(step)
+            encoded = msgspec.msgpack.encode(entry)
+        entry = msgspec.msgpack.decode(self._mesh.broadcast(encoded), type=BatchEntry)
+        return entry, batch or self._read(entry)
+
+    def _form(self, step: int) -> tuple[BatchEntry, Batch]:
+        """Claim every ready row, compute advantages, log the step, and end the rows as trained."""
+        counts = self._store.counts(TRAIN)
+        ready = counts.ready.get("actor", 0)
+        claim = self._store.claim(TRAIN, "actor", max_rows=ready, min_rows=ready, columns=self._columns())
+        if claim is None:
+            raise IntegrityError(
+                f"batch of step {step}", got=f"no rows to claim ({ready} ready)", expected="a whole batch"
+            )
+        batch = read_batch(claim.rows, self._algorithm)
+        entry = plan_step(
+            batch,
+            claim.ranges,
+            step=step,
+            recipe=self._recipe,
+            algorithm=self._algorithm,
+            world_size=self._mesh.size,
+        )
+        self._log.append(entry)
+        self._store.write(claim, batch.advantage_column())
+        self._store.finish(claim, "trained", step=step)
+        return entry, batch
+
+    def _read(self, entry: BatchEntry) -> Batch:
+        """The rows of a logged step; their payload is held until a checkpoint covers them."""
+        batch = read_batch(self._store.read(TRAIN, _ranges(entry), self._columns()), self._algorithm)
+        if tuple(batch.ids) != entry.rows:
+            raise IntegrityError(
+                f"rows of step {entry.step}",
+                got=f"{len(batch.ids)} rows that are not those of the batch log",
+                expected=f"the {len(entry.rows)} logged ones",
+                remedy="Restore the run's Redis data, or start anew with --fresh",
+            )
+        return batch
+
+    def _columns(self) -> tuple[str, ...]:
+        return batch_columns(reference=self._algorithm.needs_reference)
+
+    def _micro_batches(self, batch: Batch, update: Update) -> list[MicroBatch]:
+        """This rank's share of an update as rectangles."""
+        return [self._rectangle(batch, rows) for rows in update.micro_batches[self._context.rank]]
+
+    def _rectangle(self, batch: Batch, rows: Sequence[int]) -> MicroBatch:
+        columns = {
+            "rollout_logprobs": [batch.rollout_logprobs[i] for i in rows],
+            "advantages": [[float(batch.advantages[i])] * len(batch.responses[i]) for i in rows],
+        }
+        if batch.ref_logprobs is not None:
+            columns["ref_logprobs"] = [batch.ref_logprobs[i] for i in rows]
+        return build_micro_batch(
+            [batch.prompts[i] for i in rows],
+            [batch.responses[i] for i in rows],
+            [batch.loss_masks[i] for i in rows],
+            columns,
+            pad_id=pad_id(self._tokenizer),
+        )
+
+    def _add_old_logprobs(self, updates: Sequence[Sequence[MicroBatch]]) -> None:
+        """With several updates on one batch, the ratio's denominator is the policy before the first."""
+        if len(updates) == 1 or self._recipe.algorithm.old_logprobs == "rollout":
+            return
+        for micro_batches in updates:
+            for micro in micro_batches:
+                micro.columns["old_logprobs"] = self._engine.logprobs(micro).logprobs
+                self._context.progress()
+
+    def _update_all(
+        self, entry: BatchEntry, updates: Sequence[Sequence[MicroBatch]]
+    ) -> tuple[list[dict[str, float]], list[StepStats]]:
+        """All optimizer steps of the entry; metric sums per update over all ranks."""
+        parts: list[dict[str, float]] = []
+        stats: list[StepStats] = []
+        for update, micro_batches in zip(entry.updates, updates, strict=True):
+            sums = []
+            for micro in micro_batches:
+                raise_if_stopping(self._context)
+                sums.append(self._engine.accumulate(micro, self._algorithm.loss))
+                self._context.progress()
+            self._whole = False
+            stats.append(self._engine.step(update.denominators))
+            everyone = self._mesh.gather(msgspec.msgpack.encode(merge_sums(sums)))
+            total = merge_sums(msgspec.msgpack.decode(part, type=dict[str, float]) for part in everyone)
+            parts.append(metric_means(total, update.denominators))
+        return parts, stats
+
+    def _describe(
+        self,
+        entry: BatchEntry,
+        batch: Batch,
+        parts: Sequence[Mapping[str, float]],
+        stats: Sequence[StepStats],
+        seconds: float,
+    ) -> dict[str, Any]:
+        """The step's metrics; those of the policy are means over its updates."""
+        counted = batch.counted
+        lengths = np.array([len(r) for r in batch.responses])
+        admitted = self._recipe.data.prompts_per_step * self._recipe.algorithm.group_size
+        oldest = np.array([min(v, default=entry.step - 1) for v in batch.versions])
+        tokens = {"tokens", "rows"}
+        policy = {k: float(np.mean([p[k] for p in parts])) for k in parts[0] if k not in tokens}
+        return {
+            **policy,
+            "reward_mean": float(batch.rewards.mean()),
+            "reward_std": float(batch.rewards.std()),
+            "samples": len(batch.ids),
+            "groups": len(set(batch.groups)),
+            "filtered": admitted - len(batch.ids),
+            "generated_tokens": int(lengths.sum()),
+            "trained_tokens": int(counted.sum()),
+            "response_tokens_mean": float(lengths.mean()),
+            "response_tokens_max": int(lengths.max()),
+            "truncated_ratio": float(batch.truncated.mean()),
+            "staleness_mean": float((entry.step - 1 - oldest).mean()),
+            "grad_norm": float(np.mean([s.grad_norm for s in stats])),
+            "lr": stats[-1].lr,
+            "train_s": round(seconds, 4),
+        }
+
+    # -- weights --------------------------------------------------------------------------------------------
+
+    def _offer(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Be at the wanted version (all ranks), then open the meeting place (rank 0)."""
+        self._catch_up(int(args["version"]))
+        if self._context.rank != 0:
+            return {}
+        meeting = self._transport.offer(args["generation"], tuple(args["members"]))
+        return {"meeting": msgspec.to_builtins(meeting), "manifest": msgspec.to_builtins(self._engine.layout())}
+
+    def _send_weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        self._context.activity("syncing")
+        meeting = msgspec.convert(args["meeting"], Rendezvous)
+        manifest = msgspec.convert(args["manifest"], WeightManifest)
+        stats = self._transport.send(meeting, manifest, self._engine.shards())
+        WEIGHT_SYNC_BYTES.labels(direction="sent").inc(stats.bytes)
+        WEIGHT_SYNC_SECONDS.labels(direction="sent").observe(stats.seconds)
+        return {"bytes": stats.bytes, "seconds": round(stats.seconds, 4)}
+
+    # -- checkpoints ----------------------------------------------------------------------------------------
+
+    def _checkpoint(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        step = int(args["step"])
+        if step > self._saved:
+            self._save(step, protect=frozenset(args["protect"]))
+        return {"step": self._saved}
+
+    def _save(self, step: int, *, protect: frozenset[int]) -> None:
+        """Replicas are equal: rank 0 writes."""
+        since, self._saved = self._saved, step
+        if self._context.rank != 0:
+            return
+        self._context.activity("checkpointing")
+        rows = tuple(row for e in self._log.entries(since) if e.step <= step for row in e.rows)
+        path = self._checkpoints.save(
+            step,
+            model=self._engine.model,
+            model_folder=self._model_folder,
+            optimizer_state=self._engine.state(),
+            rows=rows,
+            world_size=self._mesh.size,
+            recipe_hash=recipe_hash(self._recipe),
+        )
+        self._checkpoints.prune(self._recipe.checkpoint.keep, protect)
+        self._store.advance(step)
+        self._context.log.info("checkpoint", step=step, path=str(path))
+
+
+def _ranges(entry: BatchEntry) -> list[RowRange]:
+    return [RowRange(r.chunk, r.first, r.count) for r in entry.ranges]

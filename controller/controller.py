@@ -1,0 +1,226 @@
+"""The controller: one process that steers a run and computes nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import structlog
+
+from rlmq.buffer.store import ExperienceStore
+from rlmq.common.algorithms import algorithm_of
+from rlmq.common.calls import Calls
+from rlmq.common.errors import DeadlineExceeded, ExitCode, Interrupted, RlmqError, Terminated
+from rlmq.common.metrics import BUFFER_LIVE_ROWS, BUFFER_PAYLOAD_BYTES, BUFFER_ROWS
+from rlmq.common.recipe.schema import Recipe
+from rlmq.common.run_folder import RunFolder
+from rlmq.controller.dispatch import EPOCH_LEASE_S, Dispatch
+from rlmq.controller.roster import Roster
+from rlmq.controller.steering import RunSteering
+from rlmq.controller.trackers import Trackers
+
+_PROGRESS_PERIOD_S = 0.5
+_LEAVE_S = 8.0
+"""Workers that have not left this long after a stop are left to the supervisor."""
+
+
+class Controller:
+    """Steers one run from its open step to its end."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunFolder,
+        store: ExperienceStore,
+        calls: Calls,
+        fingerprint: str,
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        self._recipe = recipe
+        self._run = run
+        self._store = store
+        self._calls = calls
+        self._fingerprint = fingerprint
+        self._log = log
+        self._began = time.monotonic()
+        self._progress_at = 0.0
+        self._phase = "starting"
+        self._steering: RunSteering | None = None
+        self._dispatch: Dispatch | None = None
+
+    def main(self) -> int:
+        """Run to the end; returns the exit code, which `summary.json` holds too.
+
+        Raises:
+            SecondController: another controller steers this run.
+        """
+        epoch = self._calls.begin_epoch(fingerprint=self._fingerprint, lease_s=EPOCH_LEASE_S)
+        self._log.info("epoch", epoch=epoch)
+        try:
+            return self._steer(epoch)
+        finally:
+            self._calls.end_epoch(epoch)
+
+    def _steer(self, epoch: int) -> int:
+        dispatch = Dispatch(self._recipe, self._run, self._calls, epoch, self._log, self._pumped)
+        self._dispatch = dispatch
+        self._arm_signals(dispatch)
+        trackers = Trackers(self._recipe, self._run, self._log)
+        steering = RunSteering(self._recipe, dispatch, self._store, self._calls, trackers, self._log)
+        code: int = ExitCode.OK
+        error = ""
+        try:
+            for role in self._recipe.workers():
+                dispatch.want(role, "run")
+            self._await_workers(dispatch)
+            steering.prepare()
+            self._steering, self._phase = steering, "run"
+            algorithm_of(self._recipe).loop(steering)
+            self._phase = "stop"
+            self._finish(dispatch)
+        except RlmqError as failure:
+            code, error = failure.exit_code, str(failure)
+            self._log.error("ended", exit_code=int(code), error=error)
+        finally:
+            self._phase = "stop"
+            dispatch.dismiss(_LEAVE_S)
+            self._write_summary(steering, int(code))
+            self._write_progress(dispatch.roster, force=True)
+            trackers.close()
+            dispatch.bus.close()
+        if error:
+            raise _Ended(error, ExitCode(code))
+        return int(code)
+
+    def _await_workers(self, dispatch: Dispatch) -> None:
+        deadline = time.monotonic() + self._recipe.deadlines.start_s
+        while missing := dispatch.roster.missing():
+            dispatch.pump()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    "start of the run",
+                    got=f"no word from {', '.join(missing)}",
+                    expected=f"every worker within {self._recipe.deadlines.start_s:.0f} s",
+                    remedy="Start them (rlmq worker ROLE --index I RECIPE), or read their logs",
+                )
+            dispatch.sleep(0.5)
+        self._log.info("workers ready", seconds=round(time.monotonic() - self._began, 2))
+
+    def _finish(self, dispatch: Dispatch) -> None:
+        for method in ("flush", "report"):
+            call_id = f"end/{dispatch.epoch}/recorder.{method}"
+            dispatch.call(call_id, "recorder", method, {}, deadline_s=self._recipe.deadlines.step_s)
+
+    def _arm_signals(self, dispatch: Dispatch) -> None:
+        def on_signal(number: int, _frame: FrameType | None) -> None:
+            kind = Interrupted if number == signal.SIGINT else Terminated
+            dispatch.stop(kind("run", got=signal.Signals(number).name, remedy="The same command goes on"))
+
+        signal.signal(signal.SIGINT, on_signal)
+        signal.signal(signal.SIGTERM, on_signal)
+
+    # -- what others see -----------------------------------------------------------------------------------
+
+    def _pumped(self, roster: Roster) -> None:
+        self._write_progress(roster)
+
+    def _write_progress(self, roster: Roster, *, force: bool = False) -> None:
+        """Rewrite `progress.json` at most twice a second, and the buffer's gauges with it."""
+        now = time.monotonic()
+        if not force and now - self._progress_at < _PROGRESS_PERIOD_S:
+            return
+        self._progress_at = now
+        steering = self._steering
+        rows = self._observe_buffer() if steering else 0
+        last = steering.last_train if steering else {}
+        done = steering.open_step - 1 if steering else 0
+        total = steering.total_steps if steering else self._recipe.train.steps
+        progress = {
+            "phase": self._phase,
+            "step": min(done + 1, total) if self._phase == "run" else done,
+            "steps": total,
+            "activity": {m.name: m.activity if m.ready else "starting" for m in roster.present()},
+            "policy_version": steering.policy_version if steering else 0,
+            "buffer_rows": rows,
+            "buffer_capacity": self._recipe.data.prompts_per_step * self._recipe.algorithm.group_size,
+            "staleness": last.get("staleness_mean"),
+            "reward_mean": last.get("reward_mean"),
+            "tokens_per_s": steering.tokens_per_s if steering else None,
+            "eta_s": steering.eta_s if steering else None,
+        }
+        _write_json(self._run.progress, progress)
+
+    def _observe_buffer(self) -> int:
+        live = 0
+        for table in ("train", "eval"):
+            counts = self._store.counts(table)
+            live += counts.live
+            BUFFER_LIVE_ROWS.labels(table=table).set(counts.live)
+            BUFFER_PAYLOAD_BYTES.labels(table=table).set(counts.payload_bytes)
+            for state, by_stage in (("ready", counts.ready), ("leased", counts.leased), ("acked", counts.acked)):
+                for stage, number in by_stage.items():
+                    BUFFER_ROWS.labels(table=table, stage=stage, state=state).set(number)
+        return live
+
+    def _write_summary(self, steering: RunSteering, code: int) -> None:
+        """`summary.json`: totals over all processes that ever worked on this run, from `metrics.jsonl`."""
+        lines = _read_lines(self._run.metrics)
+        train = {line["step"]: line for line in lines if line.get("kind") == "train"}
+        evaluations = {line["step"]: line for line in lines if line.get("kind") == "eval"}
+        steps = max(train, default=0)
+        last_eval = max((s for s in evaluations if s > 0), default=None)
+        summary = {
+            "run_id": self._run.run_id,
+            "eval_before": _rewards(evaluations.get(0)),
+            "eval_after": _rewards(evaluations.get(last_eval) if last_eval else None),
+            "eval_after_step": last_eval,
+            "steps": steps,
+            "steps_wanted": steering.total_steps or self._recipe.train.steps,
+            "samples": sum(line.get("samples", 0) for line in train.values()),
+            "generated_tokens": sum(line.get("generated_tokens", 0) for line in train.values()),
+            "no_verdict": sum(line.get("no_verdict", 0) for line in train.values()),
+            "prompts_skipped": steering.prompts.get("skipped", 0),
+            "prompts_cut": steering.prompts.get("cut", 0),
+            "wall_s": round(time.monotonic() - self._began, 2),
+            "steps_wall_s": round(sum(line.get("step_s", 0.0) for line in train.values()), 3),
+            "policy_version": steering.policy_version,
+            "best": steering.best,
+            "checkpoint": _newest_checkpoint(self._run.checkpoints),
+            "exit": code,
+        }
+        _write_json(self._run.summary, summary)
+
+
+class _Ended(RlmqError):
+    """The run's one message, with its exit code."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def _rewards(line: dict[str, Any] | None) -> dict[str, float] | None:
+    """Mean reward by evaluation set."""
+    return None if line is None else {name: s["reward_mean"] for name, s in line["sets"].items()}
+
+
+def _newest_checkpoint(folder: Path) -> str | None:
+    names = sorted(p.name for p in folder.glob("step-*")) if folder.is_dir() else []
+    return str(folder / names[-1]) if names else None
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace the file whole, so that a reader never sees half of it."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1))
+    temporary.replace(path)

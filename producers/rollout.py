@@ -1,0 +1,153 @@
+"""The rollout role: claims one chunk of prompts at a time, generates it, writes the response columns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import torch
+
+from rlmq.buffer.store import Claim, ExperienceStore, Interest
+from rlmq.buffer.tables import EVAL, TRAIN
+from rlmq.common.columns import ROLLOUT_COLUMNS, arrow_schema
+from rlmq.common.engines.generation import Generated, GenerationEngine, Request, Sampling
+from rlmq.common.engines.hf import HfEngine
+from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError
+from rlmq.common.gloo import GlooTransport
+from rlmq.common.metrics import GENERATED_TOKENS, POLICY_VERSION, ROWS_WRITTEN, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
+from rlmq.common.models import eos_ids, load_model, load_tokenizer, pad_id, resolve_model
+from rlmq.common.weights import Rendezvous, WeightManifest
+from rlmq.common.worker import CallHandler, WorkerContext
+
+_COLUMNS = ("sample_id", "prompt_ids")
+
+
+class RolloutRole:
+    """Generates with one policy version at a time; without weights of the wanted version it claims nothing."""
+
+    def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
+        self._context = context
+        self._store = store
+        recipe = context.recipe
+        folder = resolve_model(recipe.model, context.recipe_folder)
+        self._tokenizer = load_tokenizer(folder)
+        model = load_model(folder, torch.float32 if recipe.train.dtype == "float32" else torch.bfloat16)
+        self._eos = eos_ids(folder, self._tokenizer)
+        self._engine: GenerationEngine = HfEngine(
+            model,
+            pad_id=pad_id(self._tokenizer),
+            eos_ids=self._eos,
+            max_batch=recipe.rollout.batch_size_per_device,
+        )
+        self._transport = GlooTransport()
+        self._sampling = {
+            TRAIN: self._sampling_at(recipe.rollout.temperature),
+            EVAL: self._sampling_at(recipe.evaluate.temperature),
+        }
+
+    def _sampling_at(self, temperature: float) -> Sampling:
+        rollout = self._context.recipe.rollout
+        return Sampling(
+            temperature=temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=rollout.max_response_tokens,
+        )
+
+    def handlers(self) -> Mapping[str, CallHandler]:
+        """`receive_weights`."""
+        return {"receive_weights": self._receive_weights}
+
+    def wait(self, timeout_s: float, wake_fd: int) -> None:
+        """Sleep until prompts may be there; without the wanted weights, until a call comes."""
+        interests = [Interest(EVAL, "rollout"), Interest(TRAIN, "rollout")] if self._up_to_date() else []
+        self._store.wait(interests, timeout_s=timeout_s, wake_fd=wake_fd)
+
+    def work(self) -> bool:
+        """Generate one chunk, evaluation first: it holds up the next step."""
+        if not self._up_to_date():
+            return False
+        for table in (EVAL, TRAIN):
+            claim = self._store.claim(
+                table, "rollout", max_rows=self._context.recipe.rollout.batch_size_per_device, columns=_COLUMNS
+            )
+            if claim is not None:
+                self._generate(claim)
+                return True
+        return False
+
+    def close(self) -> None:
+        """Nothing is held between chunks."""
+
+    def _up_to_date(self) -> bool:
+        desired = self._context.desired()
+        serving = self._engine.state == "serving"
+        return serving and desired is not None and self._engine.version == desired.policy_version
+
+    def _generate(self, claim: Claim) -> None:
+        self._context.activity("generating")
+        self._engine.submit(self._requests(claim))
+        finished: dict[str, Generated] = {}
+        extend_at = time.monotonic() + 10.0
+        while self._engine.pending:
+            if self._context.stopping():
+                self._engine.abort([i for i in claim.rows["sample_id"].to_pylist() if i not in finished])
+                self._store.release(claim)
+                return
+            for response in self._engine.step():
+                finished[response.id] = response
+            self._context.progress()
+            if time.monotonic() > extend_at:
+                self._store.extend(claim)
+                extend_at = time.monotonic() + 10.0
+        try:
+            self._store.write(claim, self._response_columns(claim, finished), ack=True)
+        except Fenced as error:  # the lease ran out: somebody else has generated the same tokens
+            self._context.log.warning("chunk was given to another worker", error=str(error))
+            return
+        tokens = sum(len(r.token_ids) for r in finished.values())
+        GENERATED_TOKENS.labels(table=claim.table).inc(tokens)
+        ROWS_WRITTEN.labels(table=claim.table, stage="rollout").inc(claim.count)
+
+    def _requests(self, claim: Claim) -> list[Request]:
+        ids = claim.rows["sample_id"].to_pylist()
+        prompts = claim.rows["prompt_ids"].to_pylist()
+        sampling, seed = self._sampling[claim.table], self._context.recipe.run.seed
+        return [Request(i, prompt, sampling, seed) for i, prompt in zip(ids, prompts, strict=True)]
+
+    def _response_columns(self, claim: Claim, finished: Mapping[str, Generated]) -> pa.RecordBatch:
+        responses = [finished[i] for i in claim.rows["sample_id"].to_pylist()]
+        masked = self._context.recipe.rollout.truncated == "mask"
+        texts = self._tokenizer.batch_decode([r.token_ids for r in responses], skip_special_tokens=True)
+        columns = {
+            "response_ids": [r.token_ids for r in responses],
+            "response_text": texts,
+            "rollout_logprobs": [r.logprobs for r in responses],
+            "loss_mask": [[not (masked and r.truncated)] * len(r.token_ids) for r in responses],
+            "policy_versions": [r.policy_versions for r in responses],
+            "truncated": [r.truncated for r in responses],
+        }
+        return pa.RecordBatch.from_pydict(columns, schema=arrow_schema(ROLLOUT_COLUMNS))
+
+    def _receive_weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Two-phase: receive and verify everything, then serve it; on failure the old version goes on."""
+        self._context.activity("syncing")
+        meeting = msgspec.convert(args["meeting"], Rendezvous)
+        manifest = msgspec.convert(args["manifest"], WeightManifest)
+        version = int(args["version"])
+        member = f"{self._context.role}-{self._context.rank}"
+        self._engine.begin_load(manifest, version)
+        try:
+            stats = self._transport.receive(meeting, member, manifest, self._engine.load)
+        except (DeadlineExceeded, IntegrityError) as error:
+            self._engine.abandon()
+            return {"failed": str(error)}
+        self._engine.commit()
+        self._context.serving(version)
+        POLICY_VERSION.set(version)
+        WEIGHT_SYNC_BYTES.labels(direction="received").inc(stats.bytes)
+        WEIGHT_SYNC_SECONDS.labels(direction="received").observe(stats.seconds)
+        return {"bytes": stats.bytes, "seconds": round(stats.seconds, 4)}
