@@ -243,6 +243,12 @@ class Recipe(Block):
             names.append(name)
         return tuple(names)
 
+    @property
+    def evaluation_sets(self) -> dict[str, str]:
+        """Sources of the evaluation sets by name; a single one is called `eval`."""
+        sets = self.data.eval
+        return {"eval": sets} if isinstance(sets, str) else dict(sets or {})
+
     def workers(self) -> dict[str, int]:
         """Processes per role, in starting order."""
         roles = {

@@ -1,0 +1,53 @@
+"""Which prompts a step gets: a pure function of the data's size, the recipe and the step."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOrder:
+    """Every prompt once per pass over the data, each pass in a new seeded order (or all in file order).
+
+    A step takes the next `per_step` prompts; where a pass does not divide, the batch is filled from the
+    next pass. With `passes`, the last batch of the last pass is short and ends the run.
+
+    Example:
+        >>> order = PromptOrder(count=5, per_step=2, seed=0, shuffle=False, passes=1)
+        >>> [order.step_prompts(step) for step in (1, 2, 3, 4)], order.total_steps()
+        ([[0, 1], [2, 3], [4], []], 3)
+    """
+
+    count: int
+    per_step: int
+    seed: int
+    shuffle: bool = True
+    passes: int | None = None
+
+    def total_steps(self) -> int | None:
+        """Steps until the data's passes are over; None when they have no end."""
+        return None if self.passes is None else -(-self.count * self.passes // self.per_step)
+
+    def step_prompts(self, step: int) -> list[int]:
+        """Indices of the prompts of a step (from 1); empty after the last pass."""
+        first = (step - 1) * self.per_step
+        end = first + self.per_step
+        if self.passes is not None:
+            end = min(end, self.count * self.passes)
+        return [self._index(position) for position in range(first, end)]
+
+    def _index(self, position: int) -> int:
+        dataset_pass, place = divmod(position, self.count)
+        return _permutation(self.seed, dataset_pass, self.count)[place] if self.shuffle else place
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, dataset_pass: int, count: int) -> tuple[int, ...]:
+    """Sorted by hash: the same in every process, Python version and platform."""
+
+    def key(index: int) -> bytes:
+        return hashlib.blake2b(f"{seed}/{dataset_pass}/{index}".encode(), digest_size=16).digest()
+
+    return tuple(sorted(range(count), key=key))

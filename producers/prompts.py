@@ -1,0 +1,161 @@
+"""The prompts role: admits each step's prompts into the experience buffer.
+
+consumes: nothing; calls `admit(step)` and `admit_eval(step)` from the controller
+produces: chunks of whole groups in the tables `train` and `eval`
+waits for: room in the table (its put names the stage that must drain)
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from rlmq.buffer.store import ExperienceStore
+from rlmq.common.columns import PROMPT_COLUMNS, arrow_schema
+from rlmq.common.models import context_length, load_tokenizer, resolve_model
+from rlmq.common.worker import CallHandler, WorkerContext
+from rlmq.producers.data import load_rows
+from rlmq.producers.prompt_order import PromptOrder
+from rlmq.producers.prompt_tokens import LengthPolicy, PreparedPrompt, PreparedPrompts, prepare_prompts
+
+_CHUNKS_PER_STEP = 1_000_000  # sequence numbers of one producer grow with (step, chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSets:
+    """The training prompts and the evaluation sets by name."""
+
+    train: PreparedPrompts
+    evaluation: Mapping[str, PreparedPrompts]
+
+
+class PromptsRole:
+    """Tokenises the data once, then puts the rows of a step whenever it is called.
+
+    Which prompts a step gets depends on the data, the recipe and the step alone, so a repeated call puts
+    the same chunks again, which is a no-op.
+    """
+
+    def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
+        recipe = context.recipe
+        self._recipe = recipe
+        self._store = store
+        self._progress = context.progress
+        self._prompts = load_prompts(context)
+        self._order = PromptOrder(
+            count=len(self._prompts.train.prompts),
+            per_step=recipe.data.prompts_per_step,
+            seed=recipe.run.seed,
+            shuffle=recipe.data.shuffle,
+            passes=recipe.data.passes,
+        )
+
+    def handlers(self) -> Mapping[str, CallHandler]:
+        """`describe`, `admit` and `admit_eval`."""
+        return {"describe": self.describe, "admit": self.admit, "admit_eval": self.admit_eval}
+
+    def describe(self, _args: Mapping[str, Any]) -> dict[str, Any]:
+        """How many prompts there are, what the length policy did, and after how many steps they end."""
+        train = self._prompts.train
+        return {
+            "train_prompts": len(train.prompts),
+            "steps": self._order.total_steps(),
+            "skipped": train.skipped,
+            "cut": train.cut,
+            "eval": {name: len(prepared.prompts) for name, prepared in self._prompts.evaluation.items()},
+        }
+
+    def admit(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Put the training rows of a step: each prompt `group_size` times."""
+        step = int(args["step"])
+        prompts = [self._prompts.train.prompts[i] for i in self._order.step_prompts(step)]
+        return {"samples": self._put("train", step, prompts, self._recipe.algorithm.group_size)}
+
+    def admit_eval(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Put every evaluation prompt `evaluate.samples` times."""
+        step = int(args["step"])
+        prompts = [prompt for prepared in self._prompts.evaluation.values() for prompt in prepared.prompts]
+        return {"samples": self._put("eval", step, prompts, self._recipe.evaluate.samples)}
+
+    def work(self) -> bool:
+        """There is no row work: rows are admitted by calls."""
+        return False
+
+    def wait(self, timeout_s: float, wake_fd: int) -> None:
+        """Sleep until the next call."""
+        select.select([wake_fd], [], [], timeout_s)
+
+    def close(self) -> None:
+        """Nothing is held; the process closes the store."""
+
+    def _put(self, table: str, step: int, prompts: Sequence[PreparedPrompt], group_size: int) -> int:
+        chunks = chunk_rows(table, step, prompts, group_size, self._recipe.rollout.batch_size_per_device)
+        for number, rows in enumerate(chunks):
+            self._store.put(
+                table,
+                rows,
+                producer=f"prompts-{table}",
+                sequence=step * _CHUNKS_PER_STEP + number,
+                group_size=group_size,
+            )
+            self._progress()
+        return len(prompts) * group_size
+
+
+def load_prompts(context: WorkerContext) -> PromptSets:
+    """Read and tokenise all data sets of the recipe.
+
+    Raises:
+        UsageError: model, data or a prompt is not as it should be.
+    """
+    recipe, folder = context.recipe, context.recipe_folder
+    model = resolve_model(recipe.model, folder)
+    tokenizer = load_tokenizer(model)
+    policy = LengthPolicy(
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        max_response_tokens=recipe.rollout.max_response_tokens,
+        long_prompts=recipe.data.long_prompts,
+        context_tokens=context_length(model),
+    )
+
+    def prepare(key: str, source: str, name: str) -> PreparedPrompts:
+        rows = load_rows(source, folder, subject=key)
+        subject = f"{key} ({source})"
+        return prepare_prompts(rows, tokenizer, policy, source=name, subject=subject, progress=context.progress)
+
+    several = isinstance(recipe.data.eval, dict)
+    evaluation = {
+        name: prepare(f"data.eval.{name}" if several else "data.eval", source, name)
+        for name, source in recipe.evaluation_sets.items()
+    }
+    return PromptSets(prepare("data.train", recipe.data.train, "train"), evaluation)
+
+
+def chunk_rows(
+    table: str, step: int, prompts: Sequence[PreparedPrompt], group_size: int, most_rows: int
+) -> list[pa.RecordBatch]:
+    """The step's rows (PROMPT_COLUMNS) in chunks of whole groups.
+
+    A chunk has at most `most_rows` rows, the unit of generation; a greater group is a chunk of its own.
+    """
+    per_chunk = max(1, most_rows // group_size)
+    chunks = []
+    for first in range(0, len(prompts), per_chunk):
+        rows = []
+        for group, prompt in enumerate(prompts[first : first + per_chunk], first):
+            group_id = f"{table}-{step:06d}-{group:04d}"
+            row = {
+                "group_id": group_id,
+                "step": step,
+                "source": prompt.source,
+                "prompt_ids": prompt.ids,
+                "prompt_text": prompt.text,
+                "record": prompt.record,
+            }
+            rows += [{**row, "sample_id": f"{group_id}-{member:02d}"} for member in range(group_size)]
+        chunks.append(pa.RecordBatch.from_pylist(rows, schema=arrow_schema(PROMPT_COLUMNS)))
+    return chunks
