@@ -1,0 +1,263 @@
+"""The training engine on plain torch: one process per rank, gradients summed over ranks at the step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rlmq.common.engines.learning_rate import learning_rate
+from rlmq.common.engines.token_logprobs import token_logprobs
+from rlmq.common.engines.training import LossFunction, MicroBatch, PolicyOutput, StepStats
+from rlmq.common.errors import IntegrityError, RestartRequired
+from rlmq.common.weights import TensorSpec, WeightManifest
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from rlmq.common.recipe.schema import TrainBlock
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_REDUCE_BUCKET_BYTES = 64 << 20
+
+
+class TorchEngine:
+    """A causal language model, its AdamW and its gradient on this rank.
+
+    With `dtype: bfloat16` the model computes and is served in bf16, while gradients are accumulated and the
+    update is made on fp32 master weights. Dropout is off: the ratio of a sample to itself is 1.
+
+    Args:
+        model: a transformers causal language model, loaded in float32 whatever `dtype` says.
+        block: optimizer, schedule, type.
+        temperature: of the sampling distribution that log-probs refer to.
+        group: process group over which gradients are summed; None for one rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, block: TrainBlock, *, temperature: float = 1.0, group: ProcessGroup | None = None
+    ) -> None:
+        self.model = model
+        self._block = block
+        self._temperature = temperature
+        self._group = group
+        self._updates = 0
+        self._low_precision = block.dtype == "bfloat16"
+        self._names, self._weights, self._masters = self._split_masters()
+        self._optimizer = torch.optim.AdamW(
+            self._masters,
+            lr=block.lr,
+            betas=block.betas,
+            eps=block.adam_epsilon,
+            weight_decay=block.weight_decay,
+            fused=True,
+        )
+        model.eval()
+        model.requires_grad_(True)
+        if block.activation_checkpointing:
+            self._checkpoint_activations()
+        self._takes_positions_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def _split_masters(self) -> tuple[list[str], list[nn.Parameter], list[nn.Parameter]]:
+        """Names, computing weights and fp32 weights; the latter two are the same objects in float32.
+
+        Only parameters change type: rotary frequencies are buffers and lose positions in bf16.
+        """
+        names, weights, masters = [], [], []
+        for name, weight in self.model.named_parameters():
+            weight.data = weight.data.float()
+            master = weight
+            if self._low_precision:
+                master = nn.Parameter(weight.data.clone())
+                weight.data = weight.data.bfloat16()
+            names.append(name)
+            weights.append(weight)
+            masters.append(master)
+        return names, weights, masters
+
+    def _checkpoint_activations(self) -> None:
+        # transformers recomputes only in layers that are in training mode; their dropout children stay in eval.
+        model: Any = self.model
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True
+
+    def layout(self) -> WeightManifest:
+        """Names, shapes and dtypes of the weights as `shards` yields them."""
+        return WeightManifest(
+            tuple(TensorSpec(name, tuple(t.shape), DTYPE_NAMES[t.dtype]) for name, t in self.shards())
+        )
+
+    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights by name, tied aliases included, in the order of `layout`; references, not copies."""
+        yield from self.model.state_dict().items()
+
+    def logprobs(self, batch: MicroBatch) -> PolicyOutput:
+        """Log-probs and entropy of all real response tokens, without gradient."""
+        with torch.no_grad():
+            return self._forward(batch)
+
+    def accumulate(self, batch: MicroBatch, loss: LossFunction) -> dict[str, float]:
+        """Forward and backward; adds the gradient of `loss_sum`, returns the metric sums of this micro-batch."""
+        terms = loss(self._forward(batch), batch)
+        if terms.loss_sum.requires_grad:
+            terms.loss_sum.backward()  # type: ignore[no-untyped-call]
+            if self._low_precision:
+                self._drain_gradients()
+        return {name: float(value) for name, value in terms.metric_sums.items()}
+
+    def _drain_gradients(self) -> None:
+        """bf16 gradients of one micro-batch move into the fp32 sum: 8 bits of mantissa hold no long sum."""
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            if weight.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad.add_(weight.grad)
+            weight.grad = None
+
+    def _forward(self, batch: MicroBatch) -> PolicyOutput:
+        prompt_length = batch.input_ids.shape[1] - batch.response_length
+        logits = self._logits(
+            batch.input_ids, batch.attention_mask, batch.position_ids, batch.response_length, prompt_length
+        )
+        real = batch.attention_mask[:, prompt_length:].bool()
+        logprobs, entropy = token_logprobs(logits, batch.input_ids[:, prompt_length:], self._temperature)
+        return PolicyOutput(torch.where(real, logprobs, 0.0), torch.where(real, entropy, 0.0))
+
+    def _logits(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, responses: int, prompts: int
+    ) -> torch.Tensor:
+        """Logits [rows, R, vocabulary] of the places that predict a response token: one before each."""
+        keep = torch.arange(prompts - 1, prompts - 1 + responses, device=ids.device)
+        extra = {"logits_to_keep": keep} if self._takes_positions_to_keep else {}
+        logits: torch.Tensor = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **extra
+        ).logits
+        return logits if self._takes_positions_to_keep else logits[:, keep]
+
+    def step(self, denominators: tuple[float, ...]) -> StepStats:
+        """Sum the gradient over ranks, divide it by the product of the *global* denominators, clip, update.
+
+        Raises:
+            RestartRequired: another rank of the group died or did not answer in time.
+            IntegrityError: the gradient is not finite; the weights are as before.
+        """
+        scale = 1.0
+        for denominator in denominators:
+            scale /= denominator
+        for master in self._masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        gradients = [m.grad for m in self._masters if m.grad is not None]
+        if self._group is not None:
+            _sum_over_ranks(gradients, self._group)
+        norm = self._scale_and_clip(gradients, scale)
+        lr = learning_rate(self._updates / (self._block.mini_batches * self._block.epochs), self._block)
+        for parameters in self._optimizer.param_groups:
+            parameters["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._updates += 1
+        self._serve_masters()
+        return StepStats(grad_norm=norm, lr=lr)
+
+    def _scale_and_clip(self, gradients: list[torch.Tensor], scale: float) -> float:
+        """Norm of the divided gradient; dividing and clipping are one multiplication."""
+        norm = float(torch.nn.utils.get_total_norm(gradients)) * scale
+        if not norm < float("inf"):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise IntegrityError(
+                f"gradient norm of optimizer step {self._updates + 1}",
+                got=norm,
+                expected="a finite number",
+                remedy="Look at the rewards and log-probs of this step, or lower train.lr",
+            )
+        if self._block.grad_clip > 0:
+            scale *= min(1.0, self._block.grad_clip / (norm + 1e-6))
+        torch._foreach_mul_(gradients, scale)
+        return norm
+
+    @torch.no_grad()
+    def _serve_masters(self) -> None:
+        if self._low_precision:
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.copy_(master)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Optimizer state by name: `exp_avg.NAME`, `exp_avg_sq.NAME`, `step`, and in bf16 `master.NAME`."""
+        named = {"step": torch.tensor(self._updates, dtype=torch.int64)}
+        for name, master in zip(self._names, self._masters, strict=True):
+            own = self._optimizer.state.get(master, {})
+            for moment in ("exp_avg", "exp_avg_sq"):
+                named[f"{moment}.{name}"] = own.get(moment, torch.zeros_like(master))
+            if self._low_precision:
+                named[f"master.{name}"] = master.detach()
+        return named
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore `state`; float32 weights come with the model.
+
+        Raises:
+            IntegrityError: names or shapes are those of another model or dtype; nothing was changed.
+        """
+        _require_same_tensors(self.state(), state)
+        self._updates = int(state["step"])
+        for name, master in zip(self._names, self._masters, strict=True):
+            self._optimizer.state[master] = {
+                "step": torch.tensor(float(self._updates)),
+                "exp_avg": state[f"exp_avg.{name}"].to(master.device, copy=True),
+                "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(master.device, copy=True),
+            }
+            if self._low_precision:
+                master.copy_(state[f"master.{name}"])
+        self._serve_masters()
+
+
+def _require_same_tensors(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+    differing = sorted(
+        name
+        for name in own.keys() | given.keys()
+        if name not in own or name not in given or own[name].shape != given[name].shape
+    )
+    if differing:
+        raise IntegrityError(
+            "optimizer state",
+            got=f"{len(differing)} tensors that do not match, the first is {differing[0]}",
+            expected="the names and shapes of this model and train.dtype",
+        )
+
+
+def _sum_over_ranks(gradients: list[torch.Tensor], group: ProcessGroup) -> None:
+    """Sum in place over the group, in flat buckets: one collective per tensor would be latency only."""
+    buckets: list[list[torch.Tensor]] = [[]]
+    size_bytes = 0
+    for gradient in gradients:
+        if buckets[-1] and size_bytes + gradient.nbytes > _REDUCE_BUCKET_BYTES:
+            buckets.append([])
+            size_bytes = 0
+        buckets[-1].append(gradient)
+        size_bytes += gradient.nbytes
+    try:
+        for bucket in buckets:
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            group.allreduce([flat]).wait()
+            parts = flat.split([g.numel() for g in bucket])
+            torch._foreach_copy_(bucket, [p.view_as(g) for p, g in zip(parts, bucket, strict=True)])
+    except RuntimeError as error:
+        raise RestartRequired("gradient sum over trainer ranks", got=str(error).splitlines()[0]) from error
