@@ -1,0 +1,243 @@
+"""The recorder role: writes ended rows to Parquet, aggregates evaluations, draws the reward curve."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rlmq.buffer.store import Claim, ExperienceStore, Interest
+from rlmq.buffer.tables import EVAL, TRAIN
+from rlmq.common.columns import arrow_schema, sample_columns
+from rlmq.common.errors import DeadlineExceeded, DependencyError, Fenced
+from rlmq.common.metrics import ROWS_ACKED
+from rlmq.common.worker import CallHandler, Role, WorkerContext
+from rlmq.common.worker_loop import raise_if_stopping
+
+_RECORDER = "recorder"
+_EVALUATION = "evaluation"
+_MAX_ROWS = 1024
+_WAIT_S = 1.0
+_EXTEND_EVERY_S = 10.0
+
+
+class RecorderRole(Role):
+    """One process per run; the only writer of `samples/`."""
+
+    def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
+        self._context = context
+        self._store = store
+        recipe = context.recipe
+        self._schema = arrow_schema(sample_columns(recipe.reward_names, reference=recipe.uses_reference))
+        self._folder = context.run.samples
+
+    def handlers(self) -> Mapping[str, CallHandler]:
+        """`evaluate`, `flush` and `report`."""
+        return {"evaluate": self._evaluate, "flush": self._flush, "report": self._report}
+
+    def work(self) -> bool:
+        """Write one claim of ended rows, then ack it; False when there is none."""
+        return self._record() > 0
+
+    def wait(self, timeout_s: float, wake_fd: int) -> None:
+        """Sleep until a row ended."""
+        self._store.wait([Interest(TRAIN, _RECORDER)], timeout_s=timeout_s, wake_fd=wake_fd)
+
+    def close(self) -> None:
+        """Nothing is held between claims."""
+
+    def _record(self) -> int:
+        claim = self._store.claim(TRAIN, _RECORDER, max_rows=_MAX_ROWS, columns=self._schema.names)
+        if claim is None:
+            return 0
+        for step, rows in _by_step(pa.Table.from_batches([claim.rows])):
+            write_part(self._folder, TRAIN, step, rows)
+        try:
+            self._store.ack(claim)
+        except Fenced as error:  # written twice then; readers de-duplicate by sample_id
+            self._context.log.warning("recorder.lease_lost", error=str(error))
+        ROWS_ACKED.labels(TRAIN, _RECORDER).inc(claim.count)
+        self._context.progress()
+        return claim.count
+
+    def _flush(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        """Write until no ended row is left."""
+        rows = 0
+        while count := self._record():
+            rows += count
+            raise_if_stopping(self._context)
+        return {"rows": rows}
+
+    def _report(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        """Draw the reward curve; without metrics there is none."""
+        from rlmq.consumers.report import draw_reward_curve
+
+        drawn = draw_reward_curve(self._context.run)
+        return {"curve": str(self._context.run.curve) if drawn else ""}
+
+    def _evaluate(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Wait for all rows of an evaluation, write them, end them, and return their means.
+
+        Args:
+            args: `step`, and `samples`: rows that were admitted for it.
+
+        Returns:
+            `reward_mean`, `response_tokens_mean`, `samples`, `no_verdict`, and `sets`: the same per evaluation
+            set. A mean over no row is None. `no_verdict` counts rows without a reward, dead ones included.
+        """
+        step, expected = int(args["step"]), int(args["samples"])
+        self._context.activity("evaluating")
+        path = self._folder / f"{EVAL}-{step:06d}.parquet"
+        known = pq.read_table(path) if path.exists() else None
+        claims, rows = self._collect(step, expected if known is None else 0)
+        if known is None:
+            rows = rows.sort_by("sample_id")
+            _write_whole(path, rows)
+        else:
+            rows = known  # a crash came between the file and the rows' end states
+        for claim in claims:
+            self._end(claim)
+        return aggregate(rows, expected)
+
+    def _collect(self, step: int, expected: int) -> tuple[list[Claim], pa.Table]:
+        """Claim evaluation rows until no live row is left unclaimed."""
+        claims: list[Claim] = []
+        held = 0
+        moved_at = extended_at = time.monotonic()
+        while True:
+            raise_if_stopping(self._context)
+            claim = self._store.claim(EVAL, _EVALUATION, max_rows=_MAX_ROWS, columns=self._schema.names)
+            now = time.monotonic()
+            if claim is not None:
+                claims.append(claim)
+                held += claim.count
+                moved_at = now
+                self._context.progress()
+                continue
+            counts = self._store.counts(EVAL)
+            if held >= counts.live:
+                break
+            if now - extended_at >= _EXTEND_EVERY_S:
+                for earlier in claims:
+                    self._store.extend(earlier)
+                extended_at = now
+            limit_s = self._context.recipe.deadlines.step_s
+            if now - moved_at > limit_s:
+                waiting = ", ".join(f"{stage}: {count} ready" for stage, count in counts.ready.items() if count)
+                raise DeadlineExceeded(
+                    f"evaluation of step {step}",
+                    got=f"{held} of {expected} rows, none for {limit_s:.0f} s ({waiting or 'none ready anywhere'})",
+                    expected="all rows scored",
+                    remedy="Read the logs of the rollout and reward workers",
+                )
+            self._store.wait([Interest(EVAL, _EVALUATION)], timeout_s=_WAIT_S)
+        table = pa.Table.from_batches([claim.rows for claim in claims], schema=self._schema)
+        return claims, table.filter(pc.equal(table["step"], step))
+
+    def _end(self, claim: Claim) -> None:
+        rewards = claim.rows.column("reward")
+        scored = [index for index in range(claim.count) if rewards[index].is_valid]
+        unscored = [index for index in range(claim.count) if not rewards[index].is_valid]
+        if scored:
+            self._store.finish(claim, "done", rows=scored)
+        if unscored:
+            self._store.finish(claim, "filtered", "no_verdict", rows=unscored)
+
+
+def aggregate(rows: pa.Table, expected: int) -> dict[str, Any]:
+    """Means of an evaluation, overall and per set, independent of the order of the rows.
+
+    Args:
+        rows: `source`, `reward` (null: no verdict) and `response_ids`.
+        expected: rows that were admitted; those that are missing count as `no_verdict`.
+    """
+    sources: list[str] = rows["source"].to_pylist()
+    rewards: list[float | None] = rows["reward"].to_pylist()
+    lengths: list[int | None] = pc.list_value_length(rows["response_ids"]).to_pylist()
+    figures = list(zip(sources, rewards, lengths, strict=True))
+    sets = {
+        name: _figures([(reward, length) for source, reward, length in figures if source == name])
+        for name in sorted(set(sources))
+    }
+    overall = _figures([(reward, length) for _, reward, length in figures])
+    overall["no_verdict"] += max(0, expected - len(rewards))
+    return {**overall, "sets": sets}
+
+
+def _figures(rows: Sequence[tuple[float | None, int | None]]) -> dict[str, Any]:
+    rewards = [reward for reward, _ in rows if reward is not None]
+    return {
+        "reward_mean": _mean(rewards),
+        "response_tokens_mean": _mean([length for _, length in rows if length is not None]),
+        "samples": len(rewards),
+        "no_verdict": len(rows) - len(rewards),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _by_step(rows: pa.Table) -> Iterable[tuple[int, pa.Table]]:
+    for step in sorted(set(rows["step"].to_pylist())):
+        yield step, rows.filter(pc.equal(rows["step"], step))
+
+
+def write_part(folder: Path, table: str, step: int, rows: pa.Table) -> Path:
+    """Write rows of one step as the next free `TABLE-STEP-PART.parquet`, whole or not at all.
+
+    Raises:
+        DependencyError: the disk is full or the folder cannot be written.
+    """
+    temporary = _write_temporary(folder, f"{table}-{step:06d}", rows)
+    part = len(list(folder.glob(f"{table}-{step:06d}-*.parquet")))
+    try:
+        while True:
+            path = folder / f"{table}-{step:06d}-{part:04d}.parquet"
+            try:
+                os.link(temporary, path)  # unlike a rename, never replaces another process's part
+            except FileExistsError:
+                part += 1
+            else:
+                return path
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_whole(path: Path, rows: pa.Table) -> None:
+    temporary = _write_temporary(path.parent, path.stem, rows)
+    try:
+        temporary.replace(path)
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
+
+
+def _write_temporary(folder: Path, stem: str, rows: pa.Table) -> Path:
+    temporary = folder / f".{stem}.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pq.write_table(rows, temporary, compression="zstd", row_group_size=max(1, rows.num_rows))
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _unwritable(folder, error) from error
+    return temporary
+
+
+def _unwritable(folder: Path, error: OSError) -> DependencyError:
+    return DependencyError(
+        f"samples in {folder}",
+        got=error.strerror or str(error),
+        expected="a writable folder",
+        remedy="Free disk space or correct its permissions, then give the same command again",
+    )

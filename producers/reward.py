@@ -1,0 +1,162 @@
+"""The reward role: claims rows that have a response, runs the reward functions, writes the weighted sum.
+
+A row's reward is the sum of weight times value over the functions that gave it one, as in TRL: a function that
+returned None does not count for that row. Where no function gave a value there is *no verdict*: in `train` the row
+ends as `filtered(no_verdict)`; in `eval` it goes on with a null reward, and the evaluation counts it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from rlmq.buffer.store import Claim, ExperienceStore, Interest
+from rlmq.buffer.tables import EVAL, TRAIN
+from rlmq.common.columns import arrow_schema, reward_columns
+from rlmq.common.errors import Fenced
+from rlmq.common.metrics import ROWS_ACKED, ROWS_WITHOUT_VERDICT, ROWS_WRITTEN
+from rlmq.common.worker import CallHandler, Role, WorkerContext
+from rlmq.producers.process_runner import ProcessRewardRunner
+from rlmq.producers.reward_runner import RewardRow, RewardRunner
+
+_STAGE = "reward"
+_COLUMNS = ("response_text", "truncated", "prompt_text", "record")
+_EXTEND_EVERY_S = 5.0
+_REASONS_TOLD = 50  # distinct ones, so that a function with ever new messages does not fill the disk
+
+
+class RewardRole(Role):
+    """Scores rows in the order in which they are claimed.
+
+    Raises:
+        UsageError: a reward function that cannot be found, imported or called.
+    """
+
+    def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
+        self._context = context
+        self._store = store
+        recipe = context.recipe
+        self._weights = [block.weight for block in recipe.reward]
+        self._penalty = recipe.rollout.truncation_penalty if recipe.rollout.truncated == "penalise" else 0.0
+        self._schema = arrow_schema(reward_columns(recipe.reward_names))
+        # A generated chunk at once: fewer calls, and a function that compares samples sees whole groups.
+        self._max_rows = max(recipe.rollout.batch_size_per_device, recipe.algorithm.group_size)
+        self._claim: Claim | None = None
+        self._extended_at = 0.0
+        self._reasons: set[str] = set()
+        self._failed_rows = 0
+        self._last_reason = ""
+        self._runners: list[RewardRunner] = []
+        try:
+            for block, name in zip(recipe.reward, recipe.reward_names, strict=True):
+                self._runners.append(
+                    ProcessRewardRunner(block, name, context.recipe_folder, while_waiting=self._extend)
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def handlers(self) -> Mapping[str, CallHandler]:
+        """`failures`: rows without a verdict so far, and the newest reason."""
+        return {"failures": self._failures}
+
+    def work(self) -> bool:
+        """Score one claim; False when no row is ready."""
+        for table in (TRAIN, EVAL):
+            claim = self._store.claim(table, _STAGE, max_rows=self._max_rows, columns=_COLUMNS)
+            if claim is not None:
+                self._context.activity("scoring")
+                try:
+                    self._score(claim)
+                except Fenced as error:  # somebody else has the rows: their verdict counts
+                    self._context.log.warning("reward.lease_lost", table=table, error=str(error))
+                finally:
+                    self._claim = None
+                return True
+        return False
+
+    def wait(self, timeout_s: float, wake_fd: int) -> None:
+        """Sleep until a row may be ready."""
+        interests = [Interest(table, _STAGE) for table in (TRAIN, EVAL)]
+        self._store.wait(interests, timeout_s=timeout_s, wake_fd=wake_fd)
+
+    def close(self) -> None:
+        """End the functions' processes."""
+        for runner in self._runners:
+            runner.close()
+
+    def _failures(self, _: Mapping[str, Any]) -> dict[str, Any]:
+        return {"count": self._failed_rows, "last": self._last_reason}
+
+    def _score(self, claim: Claim) -> None:
+        began = time.monotonic()
+        self._claim, self._extended_at = claim, began
+        records = claim.rows.to_pylist()
+        rows = [_reward_row(record) for record in records]
+        parts: list[list[float | None]] = []
+        for runner in self._runners:
+            verdicts = runner.score(rows)
+            for reason in [verdicts.failure] if verdicts.failure else verdicts.notes:
+                self._tell(reason)
+            parts.append(verdicts.values)
+            self._extend(force=True)
+        totals = [
+            self._total([part[index] for part in parts], truncated=bool(record["truncated"]))
+            for index, record in enumerate(records)
+        ]
+        self._write(claim, totals, parts)
+        self._context.progress()
+        self._context.log.info(
+            "reward.scored",
+            table=claim.table,
+            rows=claim.count,
+            no_verdict=totals.count(None),
+            seconds=round(time.monotonic() - began, 3),
+        )
+
+    def _total(self, values: Sequence[float | None], *, truncated: bool) -> float | None:
+        """The weighted sum over the functions that gave a value, less the penalty of a cut response."""
+        given = [w * v for w, v in zip(self._weights, values, strict=True) if v is not None]
+        if not given:
+            return None
+        return sum(given) - (self._penalty if truncated else 0.0)
+
+    def _write(self, claim: Claim, totals: list[float | None], parts: list[list[float | None]]) -> None:
+        missing = [index for index, total in enumerate(totals) if total is None]
+        if missing:
+            self._failed_rows += len(missing)
+            ROWS_WITHOUT_VERDICT.labels(claim.table).inc(len(missing))
+        arrays = [pa.array(values, pa.float64()) for values in (totals, *parts)]
+        batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        if missing and claim.table == TRAIN:
+            # Before the others' columns, so that no stage ever sees such a row as scored.
+            self._store.finish(claim, "filtered", "no_verdict", rows=missing)
+        if claim.table != TRAIN or len(missing) < claim.count:
+            self._store.write(claim, batch, ack=True)
+        ROWS_WRITTEN.labels(claim.table, _STAGE).inc(claim.count)
+        ROWS_ACKED.labels(claim.table, _STAGE).inc(claim.count)
+
+    def _extend(self, *, force: bool = False) -> None:
+        """Keep the lease while a function works: each call has a time limit, so this ends."""
+        now = time.monotonic()
+        if self._claim is not None and (force or now - self._extended_at >= _EXTEND_EVERY_S):
+            self._store.extend(self._claim)
+            self._context.progress()
+            self._extended_at = now
+
+    def _tell(self, reason: str) -> None:
+        self._last_reason = reason
+        if reason not in self._reasons and len(self._reasons) < _REASONS_TOLD:
+            self._reasons.add(reason)
+            self._context.log.warning("reward.no_verdict", reason=reason)
+
+
+def _reward_row(record: Mapping[str, Any]) -> RewardRow:
+    """A stored row as the user wrote it; without a record, the rendered prompt."""
+    fields = json.loads(record["record"]) if record["record"] else {}
+    prompt = fields.pop("prompt", record["prompt_text"])
+    return RewardRow(prompt, record["response_text"], fields)
