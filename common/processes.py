@@ -63,7 +63,7 @@ def spawn(
         stderr=subprocess.STDOUT,
         cwd=cwd,
         process_group=0,
-        preexec_fn=_child_setup(),
+        preexec_fn=_child_setup(),  # noqa: PLW1509 - two system calls, prepared before the fork
     )
 
 

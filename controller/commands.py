@@ -33,7 +33,15 @@ _FOREIGN = (
 
 READS: Mapping[str, tuple[str, ...]] = {
     "controller": ("run", "algorithm", "data", "train", "evaluate", "checkpoint", "deadlines", "track", "redis"),
-    "prompts": ("run", "model", "algorithm.group_size", "data", "rollout.batch_size_per_device", "evaluate", "redis"),
+    "prompts": (
+        "run",
+        "model",
+        "algorithm.group_size",
+        "data",
+        "rollout.batch_size_per_device",
+        "evaluate",
+        "redis",
+    ),
     "rollout": ("run", "model", "rollout", "evaluate", "train.dtype", "deterministic", "deadlines.sync_s", "redis"),
     "reward": ("run", "reward", "rollout.truncated", "rollout.truncation_penalty", "redis"),
     "reference": ("run", "model", "train.dtype", "train.micro_batch_tokens", "redis"),

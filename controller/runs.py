@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from rlmq.common.errors import DependencyError, RlmqError, SecondController, UsageError
-from rlmq.common.recipe.diff import Change, changes, harmless
 from rlmq.common.recipe.load import dump_recipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -39,23 +38,24 @@ class OpenedRun:
 
     run: RunFolder
     state: _STATES
-    changes: tuple[Change, ...] = ()
+    changes: tuple[object, ...] = ()
 
 
 def run_stem(name: str) -> str:
-    """The part of run ids that stands for `run.name`.
+    """The part of run ids that stands for `run.name`: letters, digits, `.`, `_` and `-` (it is part of keys).
 
     Example:
         >>> run_stem("sums-grpo")
         'sums-grpo'
-        >>> run_stem("my run")
-        'my_run-1c3f9c1a'
+        >>> run_stem("my run").startswith("my_run-")
+        True
     """
-    readable = re.sub(r"[^\w.-]", "_", unicodedata.normalize("NFC", name)).lstrip(".") or "_"
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", plain).lstrip("._-") or "run"
     if readable == name and len(name.encode()) <= _STEM_BYTES:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f"{readable.encode()[: _STEM_BYTES - 9].decode(errors='ignore')}-{digest}"
+    return f"{readable[: _STEM_BYTES - 9]}-{digest}"
 
 
 def runs_of(folder: Path, stem: str) -> list[RunFolder]:
@@ -148,6 +148,8 @@ def open_run(recipe: Recipe, *, fresh: bool = False) -> OpenedRun:
         UsageError: the recipe changed in a way that is not harmless; the message has the differences.
         DependencyError: the run folder cannot be written.
     """
+    from rlmq.common.recipe.diff import changes, harmless
+
     folder = Path(recipe.run.folder).absolute()
     newest = newest_run(recipe)
     if newest is None or fresh:
@@ -158,7 +160,7 @@ def open_run(recipe: Recipe, *, fresh: bool = False) -> OpenedRun:
         raise UsageError(
             f"the recipe of run {newest.run_id} changed",
             got="\n" + "\n".join(f"  {change}" for change in different) + "\n",
-            remedy=f"Undo the change, start anew with --fresh, or give the run another name than {recipe.run.name!r}",
+            remedy="Undo the change, start anew with --fresh, or give the run another name",
         )
     if _finished(newest) and not _grew(before, recipe):
         return OpenedRun(newest, "finished", different)
@@ -169,8 +171,16 @@ def open_run(recipe: Recipe, *, fresh: bool = False) -> OpenedRun:
 def _next_folder(folder: Path, stem: str) -> RunFolder:
     form = re.compile(rf"{re.escape(stem)}-([0-9]+)")
     with unusable(folder):
-        taken = [int(m.group(1)) for path in folder.iterdir() if (m := form.fullmatch(path.name))]
+        paths = list(folder.iterdir()) if folder.exists() else []
+    taken = [int(m.group(1)) for path in paths if (m := form.fullmatch(path.name))]
     return RunFolder(folder / f"{stem}-{max(taken, default=0) + 1}")
+
+
+def next_run(recipe: Recipe, *, fresh: bool) -> RunFolder:
+    """The run that `open_run` would choose; writes nothing."""
+    newest = None if fresh else newest_run(recipe)
+    folder = Path(recipe.run.folder).absolute()
+    return newest or _next_folder(folder, run_stem(recipe.run.name))
 
 
 def _begin(run: RunFolder, recipe: Recipe) -> RunFolder:

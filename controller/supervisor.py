@@ -41,8 +41,8 @@ _TICK_S = 0.25
 class Patience:
     """How long the end of a run may take, in seconds from the order to stop."""
 
-    controller_s: float = 7.0
-    workers_s: float = 8.7
+    controller_s: float = 8.3
+    workers_s: float = 9.0
     everything_s: float = 9.7
     farewell_s: float = 5.0
     """For workers to end by themselves after a controller that ended by itself."""
@@ -170,7 +170,9 @@ class Supervisor:
                 self._kill_all()
                 return Outcome(128 + self._stop_signal)
             self._stop_signal, self._stop_at_s = number, time.monotonic()
-            self._event(f"{signal.Signals(number).name}: saving what was trained, then ending; again to end at once")
+            self._event(
+                f"{signal.Signals(number).name}: saving what was trained, then ending; again to end at once"
+            )
             if self._controller.child is None:
                 return self._end(Outcome(128 + number))
             self._controller.child.send_signal(number)
@@ -251,7 +253,8 @@ class Supervisor:
         wait_s = self._server_budget.spend(now)
         if wait_s is None:
             tail = _indented(last_lines(server.log, 5))
-            message = f"Redis server: got {describe_exit(code)} again and again; its last lines:\n{tail}\nSee {server.log}."
+            got = f"{describe_exit(code)} again and again; its last lines:\n{tail}\n"
+            message = f"Redis server: got {got}See {server.log}."
             return self._end(Outcome(int(ExitCode.DEPENDENCY), message))
         self._server_start_at_s = now + wait_s
         self._event(f"the Redis server ended with {describe_exit(code)}; starting it again")

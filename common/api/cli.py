@@ -1,7 +1,147 @@
-"""The command `rlmq`."""
+"""The command `rlmq`. Commands import what they need when they run: `rlmq --help` imports no torch."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlmq.cli_errors import ends_in_one_message
+
+app = typer.Typer(
+    name="rlmq",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="RL post-training of language models in processes that can be killed and restarted one by one.\n\n"
+    "Exit codes: 0 done, 2 usage, 3 dependency, 4 second controller, 5 deadline, 6 integrity, 75 restart, "
+    "130 interrupted, 143 terminated.",
+)
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe (YAML).", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the recipe's.", show_default=False),
+]
+RunOption = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="FOLDER", help="The run's folder; default: the newest run of the recipe's name."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        from rlmq import __version__
+
+        print(f"rlmq {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+@ends_in_one_message
+def up(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run instead of continuing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what each process would read, and start nothing.")
+    ] = False,
+) -> int:
+    """Start, supervise and end all processes of a run on this machine.
+
+    The same command continues an unfinished run of the same name.
+    """
+    from rlmq.cli_up import up_command
+
+    return up_command(recipe, overrides or [], fresh=fresh, dry_run=dry_run)
+
+
+@app.command()
+@ends_in_one_message
+def check(recipe: RecipeArgument, overrides: Overrides = None) -> int:
+    """Check a recipe and what it names: data, model, reward functions."""
+    from rlmq.cli_check import check_command
+
+    return check_command(recipe, overrides or [])
+
+
+@app.command()
+@ends_in_one_message
+def controller(recipe: RecipeArgument, overrides: Overrides = None, run: RunOption = None) -> int:
+    """Run the controller of a run: the process that steers."""
+    from rlmq.cli_process import controller_command
+
+    return controller_command(recipe, overrides or [], run)
+
+
+@app.command()
+@ends_in_one_message
+def worker(
+    role: Annotated[
+        str, typer.Argument(metavar="ROLE", help="prompts, rollout, reward, reference, actor or recorder.")
+    ],
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    index: Annotated[int, typer.Option("--index", min=0, help="Which worker of the role.")] = 0,
+    run: RunOption = None,
+) -> int:
+    """Run one worker of a run."""
+    from rlmq.cli_process import worker_command
+
+    return worker_command(role, index, recipe, overrides or [], run)
+
+
+@app.command()
+@ends_in_one_message
+def samples(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Run id, name or folder; default: the newest.")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Training step; default: the newest.")] = None,
+    table: Annotated[str, typer.Option("--table", help="train or eval.")] = "train",
+    best: Annotated[int, typer.Option("--best", min=0, help="Samples with the greatest reward.")] = 3,
+    worst: Annotated[int, typer.Option("--worst", min=0, help="Samples with the least reward.")] = 3,
+    random: Annotated[int, typer.Option("--random", min=0, help="Samples drawn at random.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    folder: Annotated[Path, typer.Option("--folder", help="Folder that holds the runs.")] = Path("runs"),
+) -> int:
+    """Show best, worst and random samples of a step."""
+    from rlmq.cli_read import samples_command
+
+    return samples_command(
+        run, folder=folder, step=step, table=table, best=best, worst=worst, random=random, as_json=as_json
+    )
+
+
+@app.command()
+@ends_in_one_message
+def bench(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The benchmark; none lists them.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> int:
+    """Run a benchmark of the checkout."""
+    from rlmq.cli_read import bench_command
+
+    return bench_command(name, json_file)
+
+
+@app.command()
+@ends_in_one_message
+def algorithms() -> int:
+    """List the algorithms."""
+    from rlmq.cli_read import algorithms_command
+
+    return algorithms_command()
 
 
 def main() -> None:
     """Entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""`rlmq check`: everything about a recipe that can be known before a process starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rlmq.common.errors import ExitCode, RlmqError, UsageError
+from rlmq.common.recipe.load import LoadedRecipe, load_recipe
+from rlmq.common.user_code import find_beside, is_spec, load_function
+
+
+def check_command(path: Path, overrides: Sequence[str]) -> int:
+    """`rlmq check`: prints each problem, or that there is none."""
+    loaded = load_recipe(path, overrides)
+    problems = [str(problem) for problem in find_problems(loaded)]
+    for problem in problems:
+        _print_error(problem)
+    if problems:
+        return int(ExitCode.USAGE)
+    recipe = loaded.recipe
+    print(
+        f"{path}: fine. Run {recipe.run.name!r}, {recipe.train.steps} steps of "
+        f"{recipe.data.prompts_per_step} × {recipe.algorithm.group_size} samples, "
+        f"rewards {', '.join(recipe.reward_names)}."
+    )
+    return 0
+
+
+def find_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    """Problems of what the recipe names: data, model, reward functions. Imports the user's files."""
+    for check in (_data_problems, _model_problems, _reward_problems):
+        yield from check(loaded)
+
+
+def data_sources(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
+    """`(recipe key, source)` of every data source."""
+    data = loaded.recipe.data
+    yield "data.train", data.train
+    if isinstance(data.eval, str):
+        yield "data.eval", data.eval
+    elif data.eval is not None:
+        yield from ((f"data.eval.{name}", source) for name, source in data.eval.items())
+
+
+def _data_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    from rlmq.producers.data import load_rows
+
+    for key, source in data_sources(loaded):
+        try:
+            load_rows(source, loaded.folder, subject=key)
+        except RlmqError as error:
+            yield error
+
+
+def _model_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    model = loaded.recipe.model
+    try:
+        if is_spec(model):
+            load_function(model, loaded.folder, subject="model")
+        elif model.startswith((".", "/", "~")) or (loaded.folder / model).exists():
+            folder = find_beside(model, loaded.folder, subject="model")
+            if not (folder / "config.json").is_file():
+                yield UsageError(
+                    "model", got=f"{folder} without config.json", expected="a Hugging Face model folder"
+                )
+    except RlmqError as error:
+        yield error
+
+
+def _reward_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    for index, block in enumerate(loaded.recipe.reward):
+        try:
+            load_function(block.function, loaded.folder, subject=f"reward.{index}.function")
+        except RlmqError as error:
+            yield error
+
+
+def _print_error(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)

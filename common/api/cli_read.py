@@ -1,0 +1,107 @@
+"""The reading commands: samples, benchmarks, algorithms."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlmq.common.errors import DependencyError, UsageError
+from rlmq.controller.runs import find_run, write_atomically
+
+
+def samples_command(
+    run: str | None,
+    *,
+    folder: Path,
+    step: int | None,
+    table: str,
+    best: int,
+    worst: int,
+    random: int,
+    as_json: bool,
+) -> int:
+    """`rlmq samples`."""
+    if table not in ("train", "eval"):
+        raise UsageError("--table", got=repr(table), expected="train or eval")
+    from rlmq.consumers.samples_view import show_samples
+
+    show_samples(
+        find_run(folder, run), step=step, table=table, best=best, worst=worst, random=random, as_json=as_json
+    )
+    return 0
+
+
+def algorithms_command() -> int:
+    """`rlmq algorithms`."""
+    from rlmq.common.algorithms import ALGORITHMS
+
+    for name, sentence in ALGORITHMS.items():
+        print(f"{name:8} {sentence}")
+    return 0
+
+
+def bench_command(name: str | None, json_file: Path | None) -> int:
+    """`rlmq bench`."""
+    folder = _benchmarks_folder()
+    known = sorted(path.stem for path in folder.glob("*.py") if "def run(" in path.read_text())
+    if name is None:
+        print("\n".join(known))
+        return 0
+    if name not in known:
+        raise UsageError("benchmark", got=repr(name), expected=f"one of {', '.join(known) or 'none yet'}")
+    result: Any = _load(folder, name).run()
+    _print_result(result)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(json_file, result.to_json() + "\n")
+    return 0
+
+
+def _benchmarks_folder() -> Path:
+    """`benchmarks/` of the checkout that holds this package, or of the working directory."""
+    import rlmq.common
+
+    for folder in (Path(rlmq.common.__file__).parent.parent / "benchmarks", Path.cwd() / "benchmarks"):
+        if (folder / "result.py").is_file():
+            return folder
+    raise DependencyError(
+        "benchmarks",
+        got="an installed package without them",
+        expected="a checkout of the repository",
+        remedy="Clone the repository and run `rlmq bench` in it",
+    )
+
+
+def _load(folder: Path, name: str) -> ModuleType:
+    """Import a benchmark as the module `benchmarks.NAME`, so that benchmarks can import each other."""
+    if str(folder.parent) not in sys.path:
+        sys.path.append(str(folder.parent))
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+def _print_result(result: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=result.name)
+    titles = list(dict.fromkeys(title for row in result.rows for title in row))
+    for title in titles:
+        table.add_column(title)
+    for row in result.rows:
+        table.add_row(*(_cell(row.get(title)) for title in titles))
+    console.print(table)
+    shown = set()
+    for line in result.lines():
+        if line.startswith(("ratio ", "machine: ")) or line in result.notes:
+            shown.add(line)
+            console.print(line, markup=False, highlight=False)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,130 @@
+"""Composition: which class fills a role, and how a process of a run gets its store, calls and log.
+
+The top layer alone knows the three layers below; everything is imported in the process that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from rlmq.buffer.store import ExperienceStore
+from rlmq.common.calls import Calls
+from rlmq.common.errors import DeadlineExceeded, UsageError
+from rlmq.common.recipe.schema import Recipe
+from rlmq.common.run_folder import RunFolder
+from rlmq.common.worker import Role, WorkerContext
+
+ROLES: Mapping[str, str] = {
+    "prompts": "rlmq.producers.prompts:PromptsRole",
+    "rollout": "rlmq.producers.rollout:RolloutRole",
+    "reward": "rlmq.producers.reward:RewardRole",
+    "reference": "rlmq.producers.reference:ReferenceRole",
+    "actor": "rlmq.consumers.actor:ActorRole",
+    "recorder": "rlmq.consumers.recorder:RecorderRole",
+}
+"""Role → class; each is constructed as `Class(context, store)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What a process of a run starts with."""
+
+    recipe: Recipe
+    recipe_folder: Path
+    run: RunFolder
+    log: structlog.stdlib.BoundLogger
+    store: ExperienceStore
+    calls: Calls
+    fingerprint: str
+
+
+def start_process(
+    recipe: Recipe, recipe_folder: Path, run: RunFolder, role: str, index: int, redis_url: str
+) -> Process:
+    """Connect a process of the run to its store and calls, and set up its log and metrics."""
+    from rlmq.buffer.redis_calls import RedisCalls
+    from rlmq.buffer.redis_store import RedisStore
+    from rlmq.common.logs import configure
+    from rlmq.common.metrics import serve_metrics
+
+    log = configure(role, index)
+    serve_metrics(role, index, run)
+    raise NotImplementedError(RedisCalls, RedisStore, log, redis_url)
+
+
+def check_place(recipe: Recipe, role: str, index: int) -> None:
+    """Check that the recipe has this worker.
+
+    Raises:
+        UsageError: no such role, or fewer workers of it.
+    """
+    workers = recipe.workers()
+    if role not in ROLES:
+        raise UsageError("ROLE", got=repr(role), expected=f"one of {', '.join(ROLES)}")
+    if index >= workers.get(role, 0):
+        known = f"0 to {workers[role] - 1}" if role in workers else "no worker of this role (kl_coef is 0)"
+        raise UsageError(f"{role} --index", got=index, expected=known, remedy=f"Set placement.{role}.workers")
+
+
+def wait_for_file(path: Path, what: str, deadline_s: float) -> None:
+    """Wait until a file exists, for processes that are started before their run.
+
+    Raises:
+        DeadlineExceeded: it does not come.
+    """
+    deadline = time.monotonic() + deadline_s
+    while not path.is_file():
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded(
+                what, got=f"no {path}", expected=f"it within {deadline_s:g} s", remedy="Start the run's controller"
+            )
+        time.sleep(0.1)
+
+
+def worker_main(process: Process, role: str, rank: int) -> int:
+    """Run one worker of a role; returns its exit code."""
+    from rlmq.common.worker_loop import Worker
+
+    def make_role(context: WorkerContext) -> Role:
+        module, _, name = ROLES[role].partition(":")
+        found = getattr(importlib.import_module(module), name)
+        made: Role = found(context, process.store)
+        return made
+
+    worker = Worker(
+        process.recipe,
+        process.recipe_folder,
+        process.run,
+        role,
+        rank,
+        process.calls,
+        process.fingerprint,
+        process.log,
+    )
+    return worker.run(make_role)
+
+
+def controller_main(process: Process) -> int:
+    """Run the controller; returns the run's exit code."""
+    from rlmq.controller.controller import Controller
+
+    controller = Controller(
+        process.recipe, process.run, process.store, process.calls, process.fingerprint, process.log
+    )
+    return controller.main()
+
+
+def apply_environment(changes: Mapping[str, str | None]) -> None:
+    """Change this process's environment; before torch is imported, or its threads are there already."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
