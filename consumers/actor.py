@@ -12,14 +12,14 @@ import torch
 
 from rlmq.buffer.batch_log import BatchEntry, Update
 from rlmq.buffer.file_batch_log import FileBatchLog
-from rlmq.buffer.store import ExperienceStore, RowRange
+from rlmq.buffer.store import Claim, ExperienceStore, Interest, RowRange
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
 from rlmq.common.engines.micro_batches import build_micro_batch
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import MicroBatch, StepStats
-from rlmq.common.errors import IntegrityError, UsageError
+from rlmq.common.errors import DeadlineExceeded, IntegrityError, UsageError
 from rlmq.common.gloo import GlooTransport
 from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
 from rlmq.common.models import load_model, load_tokenizer, pad_id, resolve_model
@@ -154,14 +154,8 @@ class ActorRole:
         return entry, batch or self._read(entry)
 
     def _form(self, step: int) -> tuple[BatchEntry, Batch]:
-        """Claim every ready row, compute advantages, log the step, and end the rows as trained."""
-        counts = self._store.counts(TRAIN)
-        ready = counts.ready.get("actor", 0)
-        claim = self._store.claim(TRAIN, "actor", max_rows=ready, min_rows=ready, columns=self._columns())
-        if claim is None:
-            raise IntegrityError(
-                f"batch of step {step}", got=f"no rows to claim ({ready} ready)", expected="a whole batch"
-            )
+        """Claim every live row, compute advantages, log the step, and end the rows as trained."""
+        claim = self._claim_all(step)
         batch = read_batch(claim.rows, self._algorithm)
         entry = plan_step(
             batch,
@@ -175,6 +169,25 @@ class ActorRole:
         self._store.write(claim, batch.advantage_column())
         self._store.finish(claim, "trained", step=step)
         return entry, batch
+
+    def _claim_all(self, step: int) -> Claim:
+        """All live rows at once. Rows that a killed actor had claimed come back when its lease expires."""
+        deadline = time.monotonic() + self._recipe.deadlines.step_s
+        while time.monotonic() < deadline:
+            self._store.expire()
+            counts = self._store.counts(TRAIN)
+            rows = counts.live
+            if rows and counts.ready.get("actor", 0) == rows:
+                claim = self._store.claim(TRAIN, "actor", max_rows=rows, min_rows=rows, columns=self._columns())
+                if claim is not None:
+                    return claim
+            raise_if_stopping(self._context)
+            self._store.wait([Interest(TRAIN, "actor", rows=rows)] if rows else [], timeout_s=1.0)
+        raise DeadlineExceeded(
+            f"batch of step {step}",
+            got=f"{counts.ready.get('actor', 0)} of {counts.live} rows ready; leased: {dict(counts.leased)}",
+            expected="all of them",
+        )
 
     def _read(self, entry: BatchEntry) -> Batch:
         """The rows of a logged step; their payload is held until a checkpoint covers them."""
@@ -294,6 +307,7 @@ class ActorRole:
 
     def _checkpoint(self, args: Mapping[str, Any]) -> dict[str, Any]:
         step = int(args["step"])
+        self._catch_up(step)
         if step > self._saved:
             self._save(step, protect=frozenset(args["protect"]))
         return {"step": self._saved}

@@ -63,9 +63,7 @@ class Dispatch:
         stored = self._calls.wanted(role)
         version = max(stored.version if stored else 0, self._versions.get(role, 0)) + 1
         self._versions[role] = version
-        desired = Desired(
-            role=role, version=version, phase=phase, policy_version=policy_version, epoch=self.epoch
-        )
+        desired = Desired(role=role, version=version, phase=phase, policy_version=policy_version, epoch=self.epoch)
         self._calls.want(desired)
         self.bus.ring(role, DesiredBell(desired))
 

@@ -69,7 +69,8 @@ class RunSteering:
         """See `Steering.steps`."""
         while self.open_step <= self.total_steps:
             step = self.open_step
-            self._calls.note(_OPEN_STEP, {"step": step})
+            if (self._calls.noted(_OPEN_STEP) or {}).get("step") != step:
+                self._calls.note(_OPEN_STEP, {"step": step})
             self._begin_line(step)
             yield step
             self.open_step = step + 1
@@ -82,8 +83,9 @@ class RunSteering:
 
     def wait_batch(self, step: int) -> int:
         """See `Steering.wait_batch`."""
-        if self._dispatch.finished(self._id(step, 3, "actor", "train"), self._recipe.workers()["actor"]):
-            return 0  # the batch was trained before a crash
+        note = self._calls.noted(_OPEN_STEP) or {}
+        if note.get("step") == step and note.get("formed"):
+            return 0  # before a crash: the batch is the actor's, in the log or under its lease
         interest = Interest(TRAIN, "actor", rows=self._samples_per_step(), or_settled=True)
         counts = self._wait_rows(interest, self.policy_version)
         ready = counts.ready.get("actor", 0) + counts.leased.get("actor", 0)
@@ -93,6 +95,7 @@ class RunSteering:
 
     def train(self, step: int) -> None:
         """See `Steering.train`."""
+        self._calls.note(_OPEN_STEP, {"step": step, "formed": True})
         self.last_train = self._call(step, 3, "actor", "train", {"step": step})
         self._line.update(self.last_train)
 
@@ -114,9 +117,7 @@ class RunSteering:
         due = step in (0, self.total_steps) or (every > 0 and step % every == 0)
         if self._recipe.data.eval is None or not due:
             return
-        if step == 0 and self.open_step > 1 and not self._dispatch.finished(
-            self._id(0, 5, "recorder", "evaluate")
-        ):
+        if step == 0 and self.open_step > 1 and not self._dispatch.finished(self._id(0, 5, "recorder", "evaluate")):
             return  # the untrained weights are gone
         began = time.monotonic()
         admitted = self._call(step, 4, "prompts", "admit_eval", {"step": step})
@@ -287,6 +288,7 @@ class RunSteering:
         line = self._line
         line["policy_version"] = version
         line["step_s"] = round(seconds, 4)
+        line["ended_unix_s"] = round(time.time(), 4)
         line["tokens_per_s"] = round(line.get("generated_tokens", 0) / seconds, 1)
         line["time_shares"] = self._time_shares(seconds)
         self._trackers.log(line)

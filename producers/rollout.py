@@ -17,7 +17,13 @@ from rlmq.common.engines.generation import Generated, GenerationEngine, Request,
 from rlmq.common.engines.hf import HfEngine
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError
 from rlmq.common.gloo import GlooTransport
-from rlmq.common.metrics import GENERATED_TOKENS, POLICY_VERSION, ROWS_WRITTEN, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
+from rlmq.common.metrics import (
+    GENERATED_TOKENS,
+    POLICY_VERSION,
+    ROWS_WRITTEN,
+    WEIGHT_SYNC_BYTES,
+    WEIGHT_SYNC_SECONDS,
+)
 from rlmq.common.models import eos_ids, load_model, load_tokenizer, pad_id, resolve_model
 from rlmq.common.weights import Rendezvous, WeightManifest
 from rlmq.common.worker import CallHandler, WorkerContext
