@@ -39,8 +39,12 @@ def ends_in_one_message(command: Callable[_P, int | None]) -> Callable[_P, None]
     return told
 
 
-def tell(error: BaseException) -> int:
-    """Print `error: MESSAGE` on stderr; returns the exit code. `RLMQ_TRACEBACK=1` adds the traceback."""
+def tell(error: BaseException, *, to_log: bool = False) -> int:
+    """Print `error: MESSAGE` on stderr; returns the exit code.
+
+    The traceback of an unexpected error comes before it when stderr is a process's log (`to_log`) or
+    `RLMQ_TRACEBACK` is set.
+    """
     if isinstance(error, RlmqError):
         message, code = str(error), int(error.exit_code)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -51,7 +55,9 @@ def tell(error: BaseException) -> int:
         code = int(ExitCode.DEPENDENCY)
     else:
         message, code = f"unexpected {type(error).__name__} at {_place(error)}: {error}", 1
-    if os.environ.get("RLMQ_TRACEBACK") or (code == 1 and not sys.stderr.isatty()):
+        if not to_log:
+            message += " (RLMQ_TRACEBACK=1 shows the whole way there)"
+    if os.environ.get("RLMQ_TRACEBACK") or (code == 1 and to_log):
         traceback.print_exception(error, file=sys.stderr)
     print(f"error: {message}", file=sys.stderr, flush=True)
     return code

@@ -50,9 +50,9 @@ def _end(main: object, loaded: LoadedRecipe, run: RunFolder, role: str, index: i
         process = start_process(loaded.recipe, loaded.folder, run, role, index, server_url(loaded.recipe, run))
         code = controller_main(process) if main is controller_main else worker_main(process, role, index)
     except (RlmqError, OSError) as error:
-        code = tell(error)
+        code = tell(error, to_log=True)
     except Exception as error:  # noqa: BLE001 - the outermost frame of the process
-        code = tell(error)
+        code = tell(error, to_log=True)
     leave(code)
 
 

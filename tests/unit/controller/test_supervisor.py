@@ -1,0 +1,337 @@
+"""The supervisor over real processes; small Python programs stand for controller and workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlmq.common.run_folder import RunFolder
+from rlmq.controller.commands import ProcessSpec
+from rlmq.controller.server import Server, find_binary
+from rlmq.controller.supervisor import Outcome, Patience, Supervisor
+
+SLEEPS = "import time\ntime.sleep(60)"
+PATIENCE = Patience(controller_s=1.5, workers_s=2.5, everything_s=3.0, farewell_s=0.5)
+
+
+def program(role: str, code: str, index: int = 0) -> ProcessSpec:
+    return ProcessSpec(role, index, (sys.executable, "-c", code), {})
+
+
+def supervise(
+    run: RunFolder,
+    *specs: ProcessSpec,
+    tick: Callable[[Supervisor], None] | None = None,
+    server: Server | None = None,
+) -> tuple[Outcome, list[str]]:
+    events: list[str] = []
+    supervisor = Supervisor(
+        run,
+        specs,
+        server=server,
+        event=events.append,
+        tick=lambda: tick(supervisor) if tick is not None else None,
+        patience=PATIENCE,
+    )
+    return supervisor.run(), events
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 15.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    path = tmp_path / "runs" / "b-1"
+    path.mkdir(parents=True)
+    return RunFolder(path)
+
+
+def exits_after(file: Path, code: int = 0) -> str:
+    """A controller that ends with a code once the file exists."""
+    return f"import os, sys, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.02)\nsys.exit({code})"
+
+
+def dies_until(counter: Path, times: int, ending: str, then: str) -> str:
+    """A worker that ends in a way for so many starts, and then does something else."""
+    return (
+        "import os, sys, time, signal\n"
+        f"n = os.path.getsize({str(counter)!r}) if os.path.exists({str(counter)!r}) else 0\n"
+        f"open({str(counter)!r}, 'a').write('x')\n"
+        f"if n < {times}:\n    {ending}\n"
+        f"{then}"
+    )
+
+
+def test_the_controllers_exit_ends_the_run_with_its_code_and_nothing_is_left(run: RunFolder) -> None:
+    pids: set[int] = set()
+
+    outcome, _ = supervise(
+        run,
+        program("controller", "import time; time.sleep(0.5)"),
+        program("actor", SLEEPS),
+        tick=lambda s: pids.update(s.alive().values()),
+    )
+
+    assert outcome == Outcome(0)
+    assert len(pids) == 2
+    assert all(gone(pid) for pid in pids)
+
+
+def test_output_of_each_process_goes_to_its_log(run: RunFolder) -> None:
+    supervise(
+        run,
+        program("controller", "import time; time.sleep(0.4)"),
+        program("reward", "print('scoring', flush=True)", index=1),
+    )
+
+    assert (run.logs / "reward-1.log").read_text() == "scoring\n"
+
+
+@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(75)", "sys.exit(1)"])
+def test_a_worker_that_a_fresh_process_may_cure_is_started_again(
+    run: RunFolder, tmp_path: Path, ending: str
+) -> None:
+    done = tmp_path / "done"
+    code = dies_until(tmp_path / "n", 2, ending, f"open({str(done)!r}, 'w'); time.sleep(60)")
+
+    outcome, events = supervise(run, program("controller", exits_after(done)), program("rollout", code))
+
+    assert outcome == Outcome(0)
+    assert len([e for e in events if e.startswith("rollout-0 ended with")]) == 2
+
+
+def test_a_killed_controller_is_started_again(run: RunFolder, tmp_path: Path) -> None:
+    code = dies_until(tmp_path / "n", 1, "os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(0)")
+
+    outcome, events = supervise(run, program("controller", code))
+
+    assert outcome == Outcome(0)
+    assert "signal 9 (SIGKILL)" in events[0]
+
+
+def test_a_used_up_budget_ends_the_run_with_the_workers_last_words(run: RunFolder) -> None:
+    code = "import os, signal\nprint('about to crash', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)"
+    specs = program("controller", SLEEPS), program("rollout", code)
+    supervisor = Supervisor(run, specs, patience=PATIENCE)
+    for process in supervisor._all:
+        process.budget.limit = 2
+
+    outcome = supervisor.run()
+
+    assert outcome.exit_code == 75
+    for part in ("rollout-0", "signal 11 (SIGSEGV)", "after 2 restarts", "about to crash", sys.executable):
+        assert part in outcome.message
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 6])
+def test_a_fatal_exit_code_ends_the_run_with_the_workers_own_message(run: RunFolder, code: int) -> None:
+    worker = (
+        f"import sys\nprint('noise'); print('error: rewards.py:score: got NaN.', file=sys.stderr)\nsys.exit({code})"
+    )
+    pids: set[int] = set()
+
+    outcome, _ = supervise(
+        run,
+        program("controller", SLEEPS),
+        program("reward", worker),
+        program("actor", SLEEPS),
+        tick=lambda s: pids.update(s.alive().values()),
+    )
+
+    assert outcome.exit_code == code
+    assert outcome.message == f"reward-0: rewards.py:score: got NaN. (log: {run.logs / 'reward-0.log'})"
+    assert all(gone(pid) for pid in pids)
+
+
+def test_the_message_of_an_earlier_start_is_not_told_again(run: RunFolder) -> None:
+    run.logs.mkdir()
+    (run.logs / "controller-0.log").write_text("error: from yesterday\n")
+
+    outcome, _ = supervise(run, program("controller", "import sys; print('today'); sys.exit(5)"))
+
+    assert outcome.exit_code == 5
+    assert "yesterday" not in outcome.message
+    assert "today" in outcome.message
+
+
+def test_ctrl_c_reaches_the_controller_first_and_ends_with_130(run: RunFolder, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    controller = (
+        "import signal, sys, time\n"
+        f"def save(*_): time.sleep(0.5); open({str(saved)!r}, 'w').write('x'); sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, save)\nprint('armed', flush=True)\ntime.sleep(60)"
+    )
+    log = run.logs / "controller-0.log"
+    threading.Thread(target=_interrupt_when, args=(lambda: "armed" in _text(log), signal.SIGINT)).start()
+
+    outcome, _ = supervise(run, program("controller", controller), program("actor", SLEEPS))
+
+    assert outcome.exit_code == 130
+    assert saved.exists()
+
+
+def test_processes_that_ignore_every_wish_are_killed_in_time(run: RunFolder) -> None:
+    stubborn = (
+        "import signal, time\nfor n in (signal.SIGINT, signal.SIGTERM): signal.signal(n, signal.SIG_IGN)\n"
+        "print('armed', flush=True)\ntime.sleep(60)"
+    )
+    log = run.logs / "actor-0.log"
+    pids: set[int] = set()
+    threading.Thread(target=_interrupt_when, args=(lambda: "armed" in _text(log), signal.SIGTERM)).start()
+    began = time.monotonic()
+
+    outcome, _ = supervise(
+        run,
+        program("controller", stubborn),
+        program("actor", stubborn),
+        tick=lambda s: pids.update(s.alive().values()),
+    )
+
+    assert outcome.exit_code == 143
+    assert time.monotonic() - began < PATIENCE.everything_s + 5
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_second_ctrl_c_ends_at_once(run: RunFolder) -> None:
+    slow = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('armed', flush=True)\ntime.sleep(60)"
+    log = run.logs / "controller-0.log"
+    told: list[float] = []
+
+    def press(supervisor: Supervisor) -> None:
+        if "armed" in _text(log) and len(told) < 2:
+            told.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcome, events = supervise(run, program("controller", slow), program("actor", SLEEPS), tick=press)
+
+    assert outcome.exit_code == 130
+    assert events[-1] == "stopping at once"
+    assert time.monotonic() - told[1] < PATIENCE.controller_s
+
+
+def test_the_caller_gets_its_signal_handlers_back(run: RunFolder) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGCHLD)
+
+    supervise(run, program("controller", "pass"))
+
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGCHLD)) == before
+
+
+def test_children_of_a_killed_worker_end_with_it(run: RunFolder, tmp_path: Path) -> None:
+    pid_file, done = tmp_path / "pid", tmp_path / "done"
+    code = dies_until(
+        tmp_path / "n",
+        1,
+        "import subprocess; p = subprocess.Popen(['sleep', '60']); "
+        f"open({str(pid_file)!r}, 'w').write(str(p.pid)); os.kill(os.getpid(), signal.SIGKILL)",
+        f"open({str(done)!r}, 'w'); time.sleep(60)",
+    )
+
+    supervise(run, program("controller", exits_after(done)), program("reward", code))
+
+    wait_until(lambda: gone(int(pid_file.read_text())), "the grandchild's end")
+
+
+def test_a_killed_server_is_started_again_with_its_data(run: RunFolder, tmp_path: Path) -> None:
+    import redis
+
+    server = Server(run, find_binary())
+    done = tmp_path / "done"
+    killed: list[int] = []
+    found: list[object] = []
+
+    def disturb(_: Supervisor) -> None:
+        if server.child is None or found:
+            return
+        client = redis.Redis(unix_socket_path=str(server.socket))
+        try:
+            if not killed:
+                client.config_set("appendfsync", "always")
+                client.set("k", "v")
+                killed.append(server.child.pid)
+                server.child.kill()
+            elif server.child.pid != killed[0]:
+                found.append(client.get("k"))
+                done.touch()
+        except redis.RedisError:
+            pass  # not yet back
+
+    outcome, events = supervise(run, program("controller", exits_after(done)), server=server, tick=disturb)
+
+    assert outcome == Outcome(0)
+    assert found == [b"v"]
+    assert any("Redis server ended" in e for e in events)
+    assert not run.sockets.exists()
+
+
+KILLED = """
+import sys, pathlib, json
+from rlmq.common.run_folder import RunFolder
+from rlmq.controller.commands import ProcessSpec
+from rlmq.controller.server import Server, find_binary
+from rlmq.controller.supervisor import Supervisor
+grand = "import subprocess, time\\nsubprocess.Popen(['sleep', '77'])\\ntime.sleep(77)"
+run = RunFolder(pathlib.Path(sys.argv[1]))
+specs = [ProcessSpec(r, 0, (sys.executable, "-c", grand), {}) for r in ("controller", "reward")]
+Supervisor(run, specs, server=Server(run, find_binary())).run()
+"""
+
+
+def test_killing_the_supervisor_leaves_no_orphan_and_no_socket(run: RunFolder) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", KILLED, str(run.path)])
+    try:
+        me = psutil.Process(parent.pid)
+        wait_until(lambda: len(me.children(recursive=True)) == 6, "server, guard, two processes and their children")
+        family = me.children(recursive=True)
+    finally:
+        parent.kill()
+    parent.wait()
+
+    wait_until(lambda: all(gone(child.pid) for child in family), "everybody's end", deadline_s=5.0)
+    wait_until(lambda: not run.sockets.exists(), "the socket folder's end", deadline_s=5.0)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _interrupt_when(condition: Callable[[], bool], number: int) -> None:
+    wait_until(condition, "the processes")
+    os.kill(os.getpid(), number)
+
+
+def test_foreign_launcher_variables_do_not_reach_processes(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    spec = ProcessSpec(
+        "controller",
+        0,
+        (sys.executable, "-c", "import os, json; print(json.dumps(dict(os.environ)))"),
+        {"MASTER_PORT": None, "OMP_NUM_THREADS": "3"},
+    )
+
+    supervise(run, spec)
+
+    environment = json.loads(_text(run.logs / "controller-0.log"))
+    assert "MASTER_PORT" not in environment
+    assert environment["OMP_NUM_THREADS"] == "3"
