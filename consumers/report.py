@@ -1,0 +1,114 @@
+"""The reward curve of a run as a picture."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rlmq.common.run_folder import RunFolder
+
+_SMOOTH_FROM = 20  # with fewer steps than this a running mean hides more than it shows
+_WINDOW_SHARE = 0.1
+
+
+def draw_reward_curve(run: RunFolder) -> bool:
+    """Draw `reward.png` from `metrics.jsonl`: reward over training steps, with the evaluations.
+
+    Returns:
+        False when there are no figures yet; nothing is written then.
+    """
+    lines = _read(run.metrics)
+    train = _by_step(lines, "train")
+    evaluations = _by_step(lines, "eval")
+    if not train and not evaluations:
+        return False
+    # matplotlib only here: the recorder stays small as long as no report is asked for.
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = plt.subplots(figsize=(8, 4.8), dpi=150, layout="constrained")
+    _draw_training(axes, train)
+    _draw_evaluations(axes, evaluations)
+    axes.set_title(f"{run.run_id}: reward by training step", loc="left", wrap=True, parse_math=False)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("reward (mean over samples)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none", fontsize="small")
+    temporary = run.curve.with_name(f".{run.curve.name}.{os.getpid()}")
+    figure.savefig(temporary, format="png")
+    plt.close(figure)
+    temporary.replace(run.curve)
+    return True
+
+
+def _draw_training(axes: Any, train: dict[int, dict[str, Any]]) -> None:
+    steps = [step for step, line in train.items() if line.get("reward_mean") is not None]
+    if not steps:
+        return
+    means = [float(train[step]["reward_mean"]) for step in steps]
+    spreads = [float(train[step].get("reward_std") or 0.0) for step in steps]
+    low = [mean - spread for mean, spread in zip(means, spreads, strict=True)]
+    high = [mean + spread for mean, spread in zip(means, spreads, strict=True)]
+    axes.fill_between(steps, low, high, color="C0", alpha=0.12, linewidth=0, label="± 1 standard deviation")
+    if len(steps) < _SMOOTH_FROM:
+        axes.plot(steps, means, color="C0", linewidth=1.6, marker=".", label="training batch")
+        return
+    window = max(2, round(len(steps) * _WINDOW_SHARE))
+    axes.plot(steps, means, color="C0", linewidth=0.8, alpha=0.5, label="training batch")
+    axes.plot(
+        steps, _running_mean(means, window), color="C0", linewidth=2.0, label=f"running mean of {window} steps"
+    )
+
+
+def _draw_evaluations(axes: Any, evaluations: dict[int, dict[str, Any]]) -> None:
+    names = sorted({name for line in evaluations.values() for name in line.get("sets", {})})
+    for index, name in enumerate(names):
+        points = [
+            (step, float(line["sets"][name]["reward_mean"]))
+            for step, line in evaluations.items()
+            if line.get("sets", {}).get(name, {}).get("reward_mean") is not None
+        ]
+        if points:
+            x, y = zip(*points, strict=True)
+            axes.plot(
+                x,
+                y,
+                color=f"C{index + 1}",
+                marker="Dos^v"[index % 5],
+                markersize=6,
+                linestyle="--",
+                linewidth=1.2,
+                label=f"evaluation: {name}",
+                zorder=3,
+                clip_on=False,
+            )
+
+
+def _running_mean(values: list[float], window: int) -> list[float]:
+    """Mean over the last `window` values, fewer at the beginning."""
+    return [
+        sum(part) / len(part) for end in range(1, len(values) + 1) if (part := values[max(0, end - window) : end])
+    ]
+
+
+def _by_step(lines: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]]:
+    """Lines of one kind by step, ascending; of a step that was redone, the last."""
+    found = {int(line["step"]): line for line in lines if line.get("kind") == kind}
+    return dict(sorted(found.items()))
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    if path.is_file():
+        for text in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                lines.append(json.loads(text))
+    return lines

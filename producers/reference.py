@@ -1,0 +1,83 @@
+"""The reference role: log-probs of the frozen starting model, for the KL term."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pyarrow as pa
+import torch
+
+from rlmq.buffer.store import Claim, ExperienceStore, Interest
+from rlmq.buffer.tables import TRAIN
+from rlmq.common.columns import REFERENCE_COLUMNS, arrow_schema
+from rlmq.common.engines.micro_batches import build_micro_batch, plan_micro_batches
+from rlmq.common.engines.torch_trainer import TorchEngine
+from rlmq.common.errors import Fenced
+from rlmq.common.metrics import ROWS_ACKED, ROWS_WRITTEN
+from rlmq.common.models import load_model, load_tokenizer, pad_id, resolve_model
+from rlmq.common.worker import CallHandler, Role, WorkerContext
+
+_STAGE = "reference"
+
+
+class ReferenceRole(Role):
+    """Computes `ref_logprobs` with the trainer's own forward, so that the KL of equal weights is 0.
+
+    The weights are those of `recipe.model`, in the type that the trainer computes in.
+    """
+
+    def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
+        self._context = context
+        self._store = store
+        recipe = context.recipe
+        folder = resolve_model(recipe.model, context.recipe_folder)
+        self._pad_id = pad_id(load_tokenizer(folder))
+        model = load_model(folder, torch.float32)
+        self._engine = TorchEngine(model, recipe.train, temperature=recipe.rollout.temperature)
+        self._max_rows = max(recipe.rollout.batch_size_per_device, recipe.algorithm.group_size)
+
+    def handlers(self) -> Mapping[str, CallHandler]:
+        """None: it only works on rows."""
+        return {}
+
+    def work(self) -> bool:
+        """Score one claim; False when no row is ready."""
+        claim = self._store.claim(TRAIN, _STAGE, max_rows=self._max_rows, columns=("prompt_ids", "response_ids"))
+        if claim is None:
+            return False
+        self._context.activity("scoring")
+        try:
+            column = pa.array(self._logprobs(claim), type=REFERENCE_COLUMNS[0].type)
+            batch = pa.RecordBatch.from_arrays([column], schema=arrow_schema(REFERENCE_COLUMNS))
+            self._store.write(claim, batch, ack=True)
+        except Fenced as error:  # somebody else has the rows now
+            self._context.log.warning("reference.lease_lost", error=str(error))
+            return True
+        ROWS_WRITTEN.labels(TRAIN, _STAGE).inc(claim.count)
+        ROWS_ACKED.labels(TRAIN, _STAGE).inc(claim.count)
+        self._context.progress()
+        self._context.log.info("reference.scored", rows=claim.count)
+        return True
+
+    def wait(self, timeout_s: float, wake_fd: int) -> None:
+        """Sleep until a row may be ready."""
+        self._store.wait([Interest(TRAIN, _STAGE)], timeout_s=timeout_s, wake_fd=wake_fd)
+
+    def close(self) -> None:
+        """The model goes with the process."""
+
+    def _logprobs(self, claim: Claim) -> list[list[float]]:
+        """Per row, the log-prob of each response token, at the sampling temperature."""
+        prompts = claim.rows.column("prompt_ids").to_pylist()
+        responses = claim.rows.column("response_ids").to_pylist()
+        lengths = [(len(p), len(r)) for p, r in zip(prompts, responses, strict=True)]
+        found: list[list[float]] = [[] for _ in prompts]
+        (micro_batches,) = plan_micro_batches(lengths, self._context.recipe.train.micro_batch_tokens, 1)
+        for rows in micro_batches:
+            batch = build_micro_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id=self._pad_id)
+            logprobs = self._engine.logprobs(batch).logprobs.float()
+            for place, row in enumerate(rows):
+                found[row] = logprobs[place, : lengths[row][1]].tolist()
+            self._store.extend(claim)
+            self._context.progress()
+        return found
