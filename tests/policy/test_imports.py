@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,15 @@ def light_modules() -> list[str]:
     return modules
 
 
+def imported(source: str) -> Iterator[str]:
+    """Modules that a source file imports, anywhere in it; `from a import b` gives `a.b`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
 @pytest.mark.parametrize("module", light_modules())
 def test_a_light_module_imports_nothing_heavy(module: str) -> None:
     code = f"import importlib, sys; importlib.import_module({module!r}); print(*set(sys.modules) & set({HEAVY!r}))"
@@ -43,8 +55,6 @@ def test_a_light_module_imports_nothing_heavy(module: str) -> None:
 
 
 def test_every_package_folder_is_listed_for_the_wheel() -> None:
-    import tomllib
-
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"])
     found = set()
     for package in ("common", "buffer", "controller", "producers", "consumers"):
@@ -53,3 +63,17 @@ def test_every_package_folder_is_listed_for_the_wheel() -> None:
             found.add(".".join(["rlmq", *(parts[2:] if parts[:2] == ("common", "api") else parts)]))
 
     assert found == listed
+
+
+def test_no_lower_layer_imports_the_top_one() -> None:
+    allowed = ("rlmq.common", "rlmq.buffer", "rlmq.controller", "rlmq.producers", "rlmq.consumers")
+    found = []
+    for package in ("common", "buffer", "controller", "producers", "consumers"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path.is_relative_to(ROOT / "common" / "api"):
+                continue
+            for module in imported(path.read_text("utf-8")):
+                if module.split(".")[0] == "rlmq" and not module.startswith(allowed):
+                    found.append(f"{path.relative_to(ROOT)} imports {module}")
+
+    assert not found
