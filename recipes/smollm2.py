@@ -63,12 +63,17 @@ def _write_folder(source: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
     # The weights move into a plain model: save_pretrained refuses a quantized configuration.
     settings = AutoConfig.from_pretrained(source.parent, **where).to_dict()
-    settings.pop("quantization_config", None)
+    for key in ("quantization_config", "_model_name_or_path"):
+        settings.pop(key, None)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)
     tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
-    missing = [name for name in model.load_state_dict(tensors, strict=False).missing_keys if name != "lm_head.weight"]
+    missing = [
+        name for name in model.load_state_dict(tensors, strict=False).missing_keys if name != "lm_head.weight"
+    ]
     if missing:
-        raise IntegrityError(f"model file {source}", got=f"no tensors {missing[:3]}", expected="a whole Llama model")
+        raise IntegrityError(
+            f"model file {source}", got=f"no tensors {missing[:3]}", expected="a whole Llama model"
+        )
     model.tie_weights()
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from rlmq.common.engines.random_numbers import philox, uniforms
 
 # Random123 1.14, tests/kat_vectors: philox4x32, 10 rounds.
@@ -61,7 +62,7 @@ def test_one_seed_per_id_equals_separate_calls() -> None:
 def test_numbers_are_uniform_and_uncorrelated() -> None:
     # given the numbers of 64 samples over 256 tokens
     drawn = np.stack([uniforms(5, [f"train-{i:04d}" for i in range(64)], t) for t in range(256)])
-    # then: in range; 32 bins pass a chi-square test at 1e-4 (31 degrees of freedom: 66.6); neighbours do not correlate
+    # then: in range; 32 bins pass chi-square at 1e-4 (31 degrees of freedom: 66.6); neighbours do not correlate
     assert drawn.min() >= 0.0
     assert drawn.max() < 1.0
     counts = np.bincount((drawn.ravel() * 32).astype(int), minlength=32)

@@ -1,0 +1,194 @@
+"""Models on disk: find the folder, load weights and tokenizer. Safetensors only, and no code from model folders."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlmq.common.errors import UsageError
+from rlmq.common.model_cache import cache_folder, file_lock
+from rlmq.common.user_code import is_spec, load_function
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# One process prepares a model (a conversion, a download) while the others of the run wait for it.
+PREPARE_TIMEOUT_S = 1800.0
+# Weights that are decoded by unpickling, which can run code.
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def resolve_model(model: str, recipe_folder: Path) -> str:
+    """The folder of a model.
+
+    Args:
+        model: a Hugging Face folder (absolute, or relative to the recipe's folder), `file.py:function` returning
+            one (the file likewise), or a hub id.
+        recipe_folder: the folder of the recipe.
+
+    Raises:
+        UsageError: there is no such model; the message lists what was tried.
+    """
+    if is_spec(model):
+        return _from_function(model, recipe_folder)
+    for place in (recipe_folder / Path(model).expanduser(), Path(model).expanduser()):
+        if place.is_dir():
+            return str(_checked(place.resolve(), model))
+    if _looks_like_hub_id(model):
+        return str(_checked(_from_hub(model, recipe_folder), model))
+    raise UsageError(
+        f"model {model}",
+        got="no such folder",
+        expected=f"a Hugging Face folder at {recipe_folder / model}, a hub id, or file.py:function",
+        remedy=_remedy(model),
+    )
+
+
+def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal language model with weights of type `dtype`, on the CPU.
+
+    Raises:
+        UsageError: the folder has no model that transformers can load without running the folder's code.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    folder = _checked(Path(path), str(path))
+    transformers_logging.disable_progress_bar()
+    try:
+        # Padding masks need sdpa or eager; sdpa never materialises the scores of all heads.
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise _unloadable("model", folder, error) from error
+    return model
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model's folder.
+
+    Raises:
+        UsageError: none there that transformers can load.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise _unloadable("tokenizer", Path(path), error) from error
+    return tokenizer
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """Most tokens, prompt and response together, that the model has positions for; a large number if unlimited."""
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(text, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 2**31 - 1
+
+
+def eos_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All ids that end a response: the tokenizer's, and those of `generation_config.json`."""
+    from transformers import GenerationConfig
+
+    ids: list[int] = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    if (Path(path) / "generation_config.json").is_file():
+        more = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        ids += [more] if isinstance(more, int) else list(more or ())
+    return tuple(dict.fromkeys(ids))
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id to fill rectangles with: the pad token, else the end of text, else 0. Padding is masked by place."""
+    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if value is not None:
+            return int(value)
+    return 0
+
+
+def _from_function(spec: str, recipe_folder: Path) -> str:
+    function = load_function(spec, recipe_folder, subject="model")
+    lock = cache_folder() / "locks" / f"function-{spec.replace('/', '_')}.lock"
+    with file_lock(lock, timeout_s=PREPARE_TIMEOUT_S, purpose=f"preparing model {spec}"):
+        folder = function()
+    if not isinstance(folder, (str, Path)) or not (recipe_folder / folder).is_dir():
+        raise UsageError(f"model {spec}", got=f"{folder!r} from the function", expected="the path of a folder")
+    return str(_checked((recipe_folder / folder).resolve(), spec))
+
+
+def _looks_like_hub_id(model: str) -> bool:
+    parts = model.split("/")
+    return len(parts) <= 2 and all(parts) and not model.startswith((".", "~"))
+
+
+def _from_hub(model: str, recipe_folder: Path) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    lock = cache_folder() / "locks" / f"hub-{model.replace('/', '--')}.lock"
+    with file_lock(lock, timeout_s=PREPARE_TIMEOUT_S, purpose=f"downloading model {model}"):
+        try:
+            return Path(snapshot_download(model, allow_patterns=wanted, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):
+            pass
+        try:
+            return Path(snapshot_download(model, allow_patterns=wanted))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            raise UsageError(
+                f"model {model}",
+                got=f"no folder {recipe_folder / model}, nothing in the hub's cache, from the hub: {_first(error)}",
+                expected="a Hugging Face folder, a hub id, or file.py:function",
+                remedy=_remedy(model),
+            ) from error
+
+
+def _checked(folder: Path, model: str) -> Path:
+    """The folder, if it holds a model that loads without unpickling."""
+    if not folder.is_dir() or not (folder / "config.json").is_file():
+        raise UsageError(
+            f"model {model}",
+            got=f"no config.json in {folder}" if folder.is_dir() else f"no folder {folder}",
+            expected="a Hugging Face folder",
+            remedy="Name the folder that holds config.json and model.safetensors",
+        )
+    if not list(folder.glob("*.safetensors")):
+        pickled = [path.name for pattern in _PICKLED for path in folder.glob(pattern)]
+        raise UsageError(
+            f"model {model}",
+            got=f"only {pickled[0]} in {folder}" if pickled else f"no weights in {folder}",
+            expected="weights as *.safetensors: other formats can run code when they are read",
+            remedy="Where you trust it, run: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)",
+        )
+    return folder
+
+
+def _unloadable(what: str, folder: Path, error: BaseException) -> UsageError:
+    return UsageError(
+        f"{what} {folder}",
+        got=_first(error),
+        expected=f"a {what} that transformers loads without code from the folder",
+        remedy="Try AutoModelForCausalLM.from_pretrained on this folder, and see what it misses",
+    )
+
+
+def _first(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
+def _remedy(model: str) -> str:
+    return f"Check the name, or download it elsewhere and write the folder: model: ./{model.rsplit('/', 1)[-1]}"
