@@ -155,6 +155,7 @@ class ControllerBus(_Bus):
             try:
                 socket.bind(address)
             except zmq.ZMQError as error:
+                self._context.destroy(linger=0)
                 raise DependencyError(
                     f"control socket {address}", got=str(error), remedy="End the process that holds it"
                 ) from error

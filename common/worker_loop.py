@@ -94,7 +94,7 @@ class Worker:
             self._loop(role)
         except RlmqError as failure:
             code, error = failure.exit_code, str(failure)
-        except Exception as failure:  # the supervised loop: an unexpected end is told, then restarted
+        except Exception as failure:  # noqa: BLE001 - the supervised loop: an unexpected end is told, then restarted
             self._log.error("crashed", traceback=traceback.format_exc())
             code, error = 1, f"{type(failure).__name__}: {failure}"
         finally:

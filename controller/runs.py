@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from rlmq.common.errors import DependencyError, RlmqError, SecondController, UsageError
+from rlmq.common.recipe.diff import Change, changes, harmless
 from rlmq.common.recipe.load import dump_recipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -38,7 +39,7 @@ class OpenedRun:
 
     run: RunFolder
     state: _STATES
-    changes: tuple[object, ...] = ()
+    changes: tuple[Change, ...] = ()
 
 
 def run_stem(name: str) -> str:
@@ -148,8 +149,6 @@ def open_run(recipe: Recipe, *, fresh: bool = False) -> OpenedRun:
         UsageError: the recipe changed in a way that is not harmless; the message has the differences.
         DependencyError: the run folder cannot be written.
     """
-    from rlmq.common.recipe.diff import changes, harmless
-
     folder = Path(recipe.run.folder).absolute()
     newest = newest_run(recipe)
     if newest is None or fresh:
