@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rlmq.cli_errors import leave, tell
-from rlmq.common.errors import DecodeError, DependencyError, RlmqError, UsageError
+from rlmq.common.errors import RlmqError, UsageError
 from rlmq.common.recipe.load import LoadedRecipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.compose import apply_environment, check_place, controller_main, start_process, wait_for_file, worker_main
+from rlmq.controller.addresses import claim_home, server_url, write_addresses
 from rlmq.controller.commands import process_environment
-from rlmq.controller.runs import newest_run, open_run, unusable, write_atomically
+from rlmq.controller.runs import name_lock, newest_run, open_run, run_stem
+from rlmq.controller.server import check_url
 
 
 def controller_command(path: Path, overrides: Sequence[str], run_path: Path | None) -> int:
@@ -66,44 +67,22 @@ def _open_by_hand(recipe: Recipe) -> RunFolder:
                 expected="the server that the run's processes share",
                 remedy="Set redis.url, or start the run with `rlmq up`",
             )
-    opened = open_run(recipe)
-    write_addresses(opened.run, server_url(recipe, opened.run))
-    return opened.run
+    with name_lock(recipe):  # only while choosing: the controller's lease guards the run
+        run = open_run(recipe).run
+    url = server_url(recipe, run)
+    write_addresses(run, url)
+    if recipe.redis.url is not None:
+        check_url(url)
+        claim_home(run, url)
+    return run
 
 
 def _await_run(recipe: Recipe) -> RunFolder:
     folder = Path(recipe.run.folder).absolute()
     found = newest_run(recipe)
     if found is None:
-        from rlmq.controller.runs import run_stem
-
         first = RunFolder(folder / f"{run_stem(recipe.run.name)}-1")
         wait_for_file(first.recipe, f"run {recipe.run.name!r}", recipe.deadlines.start_s)
         found = newest_run(recipe) or first
     wait_for_file(found.addresses, f"run {found.run_id}", recipe.deadlines.start_s)
     return found
-
-
-def server_url(recipe: Recipe, run: RunFolder) -> str:
-    """The URL of the run's server: the recipe's, else the one that `rlmq up` started.
-
-    Raises:
-        DependencyError: the run has no server. DecodeError: `addresses.json` is damaged.
-    """
-    if recipe.redis.url is not None:
-        return recipe.redis.url
-    try:
-        found = json.loads(run.addresses.read_text())["redis"]
-    except FileNotFoundError as error:
-        raise DependencyError(
-            f"run {run.run_id}", got="no server address", remedy="Start it with `rlmq up`, or set redis.url"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DecodeError(str(run.addresses), got=str(error), expected='{"redis": URL}') from error
-    return str(found)
-
-
-def write_addresses(run: RunFolder, url: str) -> None:
-    """Write `addresses.json`, by which processes find the run's server."""
-    with unusable(run.path):
-        write_atomically(run.addresses, json.dumps({"redis": url}) + "\n")

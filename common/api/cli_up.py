@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlmq.cli_process import write_addresses
 from rlmq.common.errors import ExitCode, UsageError
 from rlmq.common.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
+from rlmq.controller.addresses import claim_home, write_addresses
 from rlmq.controller.commands import ProcessSpec, process_specs, threads
 from rlmq.controller.display import Display, print_summary
 from rlmq.controller.runs import OpenedRun, name_lock, next_run, open_run, read_summary
@@ -50,6 +50,8 @@ def _run(loaded: LoadedRecipe, *, fresh: bool) -> int:
     server = Server(opened.run, binary) if binary is not None else None
     url = server.url if server is not None else str(recipe.redis.url)
     write_addresses(opened.run, url)
+    if recipe.redis.url is not None:
+        claim_home(opened.run, url)
     outcome = _supervise(loaded, opened.run, server, console)
     summary = read_summary(opened.run)
     if summary.get("exit") is not None:
