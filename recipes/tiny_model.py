@@ -1,0 +1,61 @@
+"""A small random language model that reads and writes bytes: made on the spot, in about a second, and cached.
+
+Too small to know anything, large enough to learn a habit: 2 layers, hidden size 64, one token per byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from rlmq.common.model_cache import make_once
+
+SEED = 0
+# Bytes are 0 to 255; these follow.
+SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|assistant|>' if message['role'] == 'assistant' else '<|user|>' }}{{ message['content'] }}<|end|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def folder() -> str:
+    """Path of the model's folder; another version of this file makes another folder."""
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    return str(make_once(f"tiny-{digest}", _write))
+
+
+def _write(target: Path) -> None:
+    import torch
+    from tokenizers import Tokenizer, decoders, models
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    pieces = {symbol: index for index, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    bytes_only = Tokenizer(models.BPE(vocab=pieces, merges=[]))
+    bytes_only.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    bytes_only.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_only, pad_token="<|pad|>", eos_token="<|end|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    # A generator of its own: the caller's random state is not touched.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = LlamaForCausalLM(config)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
