@@ -84,7 +84,8 @@ class Worker:
     def run(self, make_role: MakeRole) -> int:
         """Build the role and work until a stop; returns the exit code, having told the controller why."""
         self._arm_signals()
-        code, error = ExitCode.OK, ""
+        code: int = ExitCode.OK
+        error = ""
         role: Role | None = None
         try:
             role = make_role(self.context)

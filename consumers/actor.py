@@ -58,7 +58,7 @@ class ActorRole:
             incarnation=context.incarnation,
             timeout_s=recipe.deadlines.sync_s,
         )
-        self._transport = GlooTransport()
+        self._transport = GlooTransport(timeout_s=recipe.deadlines.sync_s)
         self._trained = 0
         self._saved = 0
         self._whole = True  # false in the middle of a step that has several updates
@@ -298,7 +298,10 @@ class ActorRole:
         self._context.activity("syncing")
         meeting = msgspec.convert(args["meeting"], Rendezvous)
         manifest = msgspec.convert(args["manifest"], WeightManifest)
-        stats = self._transport.send(meeting, manifest, self._engine.shards())
+        try:
+            stats = self._transport.send(meeting, manifest, self._engine.shards())
+        except (DeadlineExceeded, IntegrityError) as error:  # a receiver's end is not the trainer's
+            return {"failed": str(error)}
         WEIGHT_SYNC_BYTES.labels(direction="sent").inc(stats.bytes)
         WEIGHT_SYNC_SECONDS.labels(direction="sent").observe(stats.seconds)
         return {"bytes": stats.bytes, "seconds": round(stats.seconds, 4)}

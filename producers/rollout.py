@@ -48,7 +48,7 @@ class RolloutRole:
             eos_ids=self._eos,
             max_batch=recipe.rollout.batch_size_per_device,
         )
-        self._transport = GlooTransport()
+        self._transport = GlooTransport(timeout_s=recipe.deadlines.sync_s)
         self._sampling = {
             TRAIN: self._sampling_at(recipe.rollout.temperature),
             EVAL: self._sampling_at(recipe.evaluate.temperature),
