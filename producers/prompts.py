@@ -112,6 +112,8 @@ def load_prompts(context: WorkerContext) -> PromptSets:
     Raises:
         UsageError: model, data or a prompt is not as it should be.
     """
+    from transformers import AutoConfig
+
     recipe, folder = context.recipe, context.recipe_folder
     model = resolve_model(recipe.model, folder)
     tokenizer = load_tokenizer(model)
@@ -119,7 +121,7 @@ def load_prompts(context: WorkerContext) -> PromptSets:
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         max_response_tokens=recipe.rollout.max_response_tokens,
         long_prompts=recipe.data.long_prompts,
-        context_tokens=context_length(model),
+        context_tokens=context_length(AutoConfig.from_pretrained(model, local_files_only=True)),
     )
 
     def prepare(key: str, source: str, name: str) -> PreparedPrompts:
