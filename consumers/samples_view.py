@@ -62,7 +62,7 @@ def show_samples(
     picked = _pick(rows, best, worst, random, seed)
     if as_json:
         for title, row in picked:
-            print(json.dumps({"pick": title, **_figures(row), **_texts(row)}))
+            sys.stdout.write(json.dumps({"pick": title, **_figures(row), **_texts(row)}) + "\n")
     else:
         _print(run, table, chosen, rows, picked)
 
@@ -160,7 +160,7 @@ def _print(
     for title, row in picked:
         response = row["response_text"]
         body = Group(
-            Text(row["prompt_text"] or "", style="dim"),
+            Text(_visible(row["prompt_text"] or ""), style="dim"),
             Rule(style="dim"),
             # Text, not markup: a response may contain square brackets, or control characters.
             Text("(no response)", style="dim") if response is None else Text(_visible(response)),
@@ -194,7 +194,7 @@ def _number(value: float | None) -> str:
 
 def _visible(text: str) -> str:
     """Control characters as their symbols: a response must not be able to steer the terminal."""
-    return "".join(c if c in "\n\t" or ord(c) >= 32 and not 127 <= ord(c) < 160 else "�" for c in text)
+    return "".join(c if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160) else "�" for c in text)
 
 
 def _spans(steps: Sequence[int]) -> str:

@@ -72,7 +72,10 @@ class ReferenceRole(Role):
         responses = claim.rows.column("response_ids").to_pylist()
         lengths = [(len(p), len(r)) for p, r in zip(prompts, responses, strict=True)]
         found: list[list[float]] = [[] for _ in prompts]
-        (micro_batches,) = plan_micro_batches(lengths, self._context.recipe.train.micro_batch_tokens, 1)
+        recipe = self._context.recipe
+        # Which rows are claimed together depends on timing, and neighbours in a forward change the last bits.
+        budget_tokens = 1 if recipe.deterministic else recipe.train.micro_batch_tokens
+        (micro_batches,) = plan_micro_batches(lengths, budget_tokens, 1)
         for rows in micro_batches:
             batch = build_micro_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id=self._pad_id)
             logprobs = self._engine.logprobs(batch).logprobs.float()
