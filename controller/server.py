@@ -20,25 +20,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import redis
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    InvalidResponse,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-)
+from redis.exceptions import BusyLoadingError, RedisError
 
-from rlmq.common.errors import DeadlineExceeded, DependencyError, UsageError
+from rlmq.buffer.connection import connect
+from rlmq.common.errors import DeadlineExceeded, DependencyError
 from rlmq.common.processes import describe_exit, last_lines, reap, spawn
 from rlmq.common.run_folder import RunFolder
 
-_OLDEST = (7, 0)  # functions came with 7.0
 _STOP_S = 5.0
 _ANSWER_S = 5.0
+_REACH_S = 2.0
 _LEFTOVER_S = 3.0
 
 
@@ -240,85 +233,4 @@ def check_url(url: str) -> None:
         UsageError: the URL cannot be read.
         DependencyError: nothing answers, it is no Redis, too old, refuses us, or evicts.
     """
-    try:
-        client = redis.Redis.from_url(url, socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S)
-    except (ValueError, TypeError) as error:
-        raise UsageError(
-            "redis.url", got=f"{url!r} ({error})", expected="redis://HOST:PORT/DB or unix:///PATH"
-        ) from error
-    with client:
-        try:
-            client.ping()
-            info: Any = client.info()
-        except (AuthenticationError, NoPermissionError) as error:
-            raise DependencyError(
-                f"redis.url {_hidden(url)}", got=str(error), remedy="Correct the user and password in the URL"
-            ) from error
-        except BusyLoadingError as error:
-            raise DependencyError(
-                f"redis.url {_hidden(url)}", got="a server that still loads its data", remedy="Try again later"
-            ) from error
-        except (InvalidResponse, ResponseError, UnicodeDecodeError) as error:
-            raise _not_redis(url, error) from error
-        except (RedisError, OSError) as error:
-            if _something_listens(client):
-                raise _not_redis(url, error) from error
-            raise DependencyError(
-                f"redis.url {_hidden(url)}",
-                got=str(error),
-                expected="a server that answers",
-                remedy="Start it, correct the URL, or leave redis.url out: then rlmq starts one",
-            ) from error
-    _check_info(url, info)
-
-
-def _not_redis(url: str, error: Exception) -> DependencyError:
-    return DependencyError(
-        f"redis.url {_hidden(url)}",
-        got=f"an answer that is not Redis's ({str(error)[:120] or type(error).__name__})",
-        expected="Redis or Valkey",
-        remedy="Correct host and port, or leave redis.url out: then rlmq starts one",
-    )
-
-
-def _something_listens(client: redis.Redis) -> bool:
-    """Whether the address takes connections although it does not answer as Redis does."""
-    options: dict[str, Any] = client.connection_pool.connection_kwargs
-    try:
-        if "path" in options:
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.settimeout(1.0)
-                probe.connect(options["path"])
-        else:
-            address = (options.get("host", "localhost"), options.get("port", 6379))
-            socket.create_connection(address, timeout=1.0).close()
-    except OSError:
-        return False
-    return True
-
-
-def _check_info(url: str, info: dict[str, Any]) -> None:
-    version = str(info.get("redis_version", "0.0"))
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if numbers < _OLDEST:
-        raise DependencyError(
-            f"redis.url {_hidden(url)}",
-            got=f"version {version}",
-            expected="7.0 or later (Redis functions)",
-            remedy="Install a newer server, or leave redis.url out: then rlmq starts one",
-        )
-    policy = str(info.get("maxmemory_policy", "noeviction"))
-    if int(info.get("maxmemory", 0)) > 0 and policy != "noeviction":
-        raise DependencyError(
-            f"redis.url {_hidden(url)}",
-            got=f"maxmemory-policy {policy}, which throws experience away when memory is short",
-            expected="noeviction",
-            remedy="Run `redis-cli config set maxmemory-policy noeviction` there",
-        )
-
-
-def _hidden(url: str) -> str:
-    """The URL without its password."""
-    scheme, sep, rest = url.partition("://")
-    credentials, at, place = rest.rpartition("@")
-    return f"{scheme}{sep}***@{place}" if at and credentials else url
+    connect(url, time.monotonic() + _REACH_S).close()

@@ -214,7 +214,7 @@ def test_processes_that_ignore_every_wish_are_killed_in_time(run: RunFolder) -> 
 
 
 def test_a_second_ctrl_c_ends_at_once(run: RunFolder) -> None:
-    slow = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('armed', flush=True)\ntime.sleep(60)"
+    slow = f"import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('armed', flush=True)\n{SLEEPS}"
     log = run.logs / "controller-0.log"
     told: list[float] = []
 
