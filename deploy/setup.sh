@@ -25,7 +25,7 @@ find_python() {
       return
     fi
   done
-  found=$(python3 --version 2>&1 || true)
+  found=$(python3 --version 2>/dev/null || true)
   fail "Python: got ${found:-none}, expected 3.11 or newer with its venv module on PATH. Install it" \
     "(Debian: apt-get install python3-venv), or name one: make setup PYTHON=/path/to/python3."
 }
@@ -105,7 +105,7 @@ main() {
     return
   fi
   announce
-  if ! "$py" -c 'import pip' >/dev/null 2>&1; then
+  if ! "$py" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
     rm -rf .venv
     "$python" -m venv .venv
   fi
