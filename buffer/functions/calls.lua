@@ -1,0 +1,122 @@
+-- Calls, desired states and incarnations of one run. KEYS[1] is the run's prefix R.
+--
+--   R controller    hash: epoch, owner (nonce of who began it), until_ms (lease), fingerprint (of the schema)
+--   R incarnations  hash: "role:rank" -> incarnation
+--   R calls         hash: call id -> the call (msgpack)
+--   R call-heads    hash: call id -> msgpack {digest of role, method, ranks and arguments, role, ranks}
+--   R queue:<role>:<rank>  list: call ids without a result of this rank, oldest first
+--   R results       hash: call id US rank -> result (msgpack); kept for the run, the re-entrant loop reads them
+--   R desired       hash: role -> msgpack {version, desired state (msgpack)}
+
+local function epoch_of(run)
+  return tonumber(redis.call('HGET', run .. KEY.controller, 'epoch') or 0)
+end
+
+-- submit(id, digest, role, epoch, call, ranks...): {"ok"}, {"diverged"}, or {"fenced", newest epoch}.
+register('submit', function(keys, args)
+  local run, id = keys[1], args[1]
+  local epoch = epoch_of(run)
+  if tonumber(args[4]) < epoch then return {'fenced', epoch} end
+  local head = redis.call('HGET', run .. KEY.call_heads, id)
+  if head then
+    return cmsgpack.unpack(head)[1] == args[2] and {'ok'} or {'diverged'}
+  end
+  local ranks = {}
+  for k = 6, #args do ranks[#ranks + 1] = args[k] end
+  redis.call('HSET', run .. KEY.calls, id, args[5])
+  redis.call('HSET', run .. KEY.call_heads, id, cmsgpack.pack({args[2], args[3], ranks}))
+  for _, rank in ipairs(ranks) do redis.call('RPUSH', run .. KEY.queue .. args[3] .. ':' .. rank, id) end
+  return {'ok'}
+end, 'allow-oom')
+
+-- next(role, rank): {"ok", call} or {"none"}.
+register('next', function(keys, args)
+  local id = redis.call('LINDEX', keys[1] .. KEY.queue .. args[1] .. ':' .. args[2], 0)
+  if not id then return {'none'} end
+  return {'ok', redis.call('HGET', keys[1] .. KEY.calls, id)}
+end, 'no-writes')
+
+-- complete(id, rank, incarnation, result): {"ok", 1 when stored now}, {"fenced", newest incarnation}, {"missing"}.
+register('complete', function(keys, args)
+  local run, id, rank = keys[1], args[1], args[2]
+  local head = redis.call('HGET', run .. KEY.call_heads, id)
+  if not head then return {'missing'} end
+  local record, known = cmsgpack.unpack(head), false
+  for _, member in ipairs(record[3]) do known = known or member == rank end
+  if not known then return {'missing'} end
+  local newest = tonumber(redis.call('HGET', run .. KEY.incarnations, record[2] .. ':' .. rank) or 0)
+  if tonumber(args[3]) < newest then return {'fenced', newest} end
+  local stored = redis.call('HSETNX', run .. KEY.results, id .. US .. rank, args[4])
+  if stored == 1 then redis.call('LREM', run .. KEY.queue .. record[2] .. ':' .. rank, 1, id) end
+  return {'ok', stored}
+end, 'allow-oom')
+
+-- results(id): {"ok", result or false of each rank...}.
+register('results', function(keys, args)
+  local head = redis.call('HGET', keys[1] .. KEY.call_heads, args[1])
+  if not head then return {'ok'} end
+  local reply = {'ok'}
+  for _, rank in ipairs(cmsgpack.unpack(head)[3]) do
+    reply[#reply + 1] = redis.call('HGET', keys[1] .. KEY.results, args[1] .. US .. rank)
+  end
+  return reply
+end, 'no-writes')
+
+-- want(role, version, epoch, desired): {"ok"}, {"fenced", newest epoch} or {"older", stored version}.
+register('want', function(keys, args)
+  local epoch = epoch_of(keys[1])
+  if tonumber(args[3]) < epoch then return {'fenced', epoch} end
+  local stored = redis.call('HGET', keys[1] .. KEY.desired, args[1])
+  if stored then
+    local version = cmsgpack.unpack(stored)[1]
+    if tonumber(args[2]) < version then return {'older', version} end
+  end
+  redis.call('HSET', keys[1] .. KEY.desired, args[1], cmsgpack.pack({tonumber(args[2]), args[4]}))
+  return {'ok'}
+end, 'allow-oom')
+
+-- wanted(role): {"ok", desired} or {"none"}.
+register('wanted', function(keys, args)
+  local stored = redis.call('HGET', keys[1] .. KEY.desired, args[1])
+  if not stored then return {'none'} end
+  return {'ok', cmsgpack.unpack(stored)[2]}
+end, 'no-writes')
+
+local function other_fingerprint(run, fingerprint)
+  local known = redis.call('HGET', run .. KEY.controller, 'fingerprint')
+  if known and known ~= fingerprint then return known end
+  return nil
+end
+
+-- join(role, rank, fingerprint, nonce): {"ok", incarnation} or {"schema", theirs}. The same nonce joins once.
+register('join', function(keys, args)
+  local run, who = keys[1], args[1] .. ':' .. args[2]
+  local theirs = other_fingerprint(run, args[3])
+  if theirs then return {'schema', theirs} end
+  local at = run .. KEY.incarnations
+  if redis.call('HGET', at, who .. ':nonce') == args[4] then return {'ok', tonumber(redis.call('HGET', at, who))} end
+  redis.call('HSETNX', run .. KEY.controller, 'fingerprint', args[3])
+  redis.call('HSET', at, who .. ':nonce', args[4])
+  return {'ok', redis.call('HINCRBY', at, who, 1)}
+end, 'allow-oom')
+
+-- begin_epoch(fingerprint, lease_ms, nonce): {"ok", epoch}, {"second", milliseconds left} or {"schema", theirs}.
+register('begin_epoch', function(keys, args)
+  local run, now = keys[1], now_ms()
+  local at = run .. KEY.controller
+  local theirs = other_fingerprint(run, args[1])
+  if theirs then return {'schema', theirs} end
+  if redis.call('HGET', at, 'owner') == args[3] then return {'ok', epoch_of(run)} end
+  local left = tonumber(redis.call('HGET', at, 'until_ms') or 0) - now
+  if left > 0 then return {'second', left} end
+  redis.call('HSET', at, 'fingerprint', args[1], 'owner', args[3], 'until_ms', now + tonumber(args[2]))
+  return {'ok', redis.call('HINCRBY', at, 'epoch', 1)}
+end, 'allow-oom')
+
+-- renew_epoch(epoch, lease_ms): {"ok"} or {"fenced", newest epoch}. A lease of 0 ms gives it back.
+register('renew_epoch', function(keys, args)
+  local epoch, lease_ms = epoch_of(keys[1]), tonumber(args[2])
+  if tonumber(args[1]) ~= epoch then return {'fenced', epoch} end
+  redis.call('HSET', keys[1] .. KEY.controller, 'until_ms', lease_ms > 0 and now_ms() + lease_ms or 0)
+  return {'ok'}
+end, 'allow-oom')

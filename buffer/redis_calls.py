@@ -1,0 +1,173 @@
+"""Calls, desired states and incarnations as records in Redis; see `common/calls.py` for the semantics."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Any, TypeVar
+
+import msgspec
+import redis
+
+from rlmq.buffer.connection import RETRY_S, Link, as_client
+from rlmq.buffer.keys import checked_name, run_prefix
+from rlmq.common.calls import Call, CallResult, Calls, Desired
+from rlmq.common.errors import (
+    ControlLoopDiverged,
+    DecodeError,
+    Fenced,
+    IntegrityError,
+    SchemaMismatch,
+    SecondController,
+)
+
+_T = TypeVar("_T")
+
+
+class RedisCalls(Calls):
+    """The control records of one run. Safe to use from several threads.
+
+    Args:
+        client_or_url: a `redis.Redis` that returns bytes, or a URL.
+        run_id: part of every key.
+        retry_s: how long a lost server is waited for.
+    """
+
+    def __init__(self, client_or_url: redis.Redis | str, *, run_id: str, retry_s: float = RETRY_S) -> None:
+        self._run_id = run_id
+        self._prefix = run_prefix(run_id)
+        self._owns_client = isinstance(client_or_url, str)
+        self._client = as_client(client_or_url, retry_s)
+        self._link = Link(self._client, retry_s=retry_s)
+
+    def submit(self, call: Call) -> None:
+        """Queue the call for its ranks; see `Calls.submit`."""
+        head = (call.id, _digest(call), checked_name("role", call.role), call.epoch)
+        reply = self._link.call("submit", self._prefix, *head, msgspec.msgpack.encode(call), *call.ranks)
+        if reply[0] == "diverged":
+            raise ControlLoopDiverged(
+                f"call '{call.id}'",
+                got=f"{call.role}.{call.method} on ranks {list(call.ranks)} with other content than before",
+                expected="the same role, method, ranks and arguments under a known id",
+                remedy="The control loop must be deterministic between calls",
+            )
+        self._check_epoch(reply, call.epoch)
+
+    def next(self, role: str, rank: int) -> Call | None:
+        """The oldest call of this rank without a result; see `Calls.next`."""
+        reply = self._link.call("next", self._prefix, role, rank)
+        return None if reply[0] == "none" else _decoded(reply[1], Call)
+
+    def complete(self, result: CallResult, *, incarnation: int) -> bool:
+        """Store a rank's result, once; see `Calls.complete`.
+
+        Raises:
+            IntegrityError: no such call for this rank. Fenced: a newer incarnation has joined.
+        """
+        args = (result.call_id, result.rank, incarnation, msgspec.msgpack.encode(result))
+        reply = self._link.call("complete", self._prefix, *args)
+        if reply[0] == "missing":
+            raise IntegrityError(
+                f"call '{result.call_id}'", got=f"a result of rank {result.rank}", expected="a known call"
+            )
+        if reply[0] == "fenced":
+            raise Fenced(
+                f"result of call '{result.call_id}' from rank {result.rank}",
+                got=f"incarnation {incarnation}",
+                expected=f"the newest, {reply[1]}",
+                remedy="A newer process has taken over this rank: stop this one",
+            )
+        return bool(reply[1] == 1)
+
+    def results(self, call_id: str) -> list[CallResult]:
+        """Results stored so far, by rank; see `Calls.results`."""
+        _, *stored = self._link.call("results", self._prefix, call_id)
+        results = [_decoded(one, CallResult) for one in stored if one is not None]
+        return sorted(results, key=lambda result: result.rank)
+
+    def want(self, desired: Desired) -> None:
+        """Store a role's desired state; see `Calls.want`.
+
+        Raises:
+            Fenced: the epoch is old, or a greater version is stored.
+        """
+        args = (checked_name("role", desired.role), desired.version, desired.epoch, msgspec.msgpack.encode(desired))
+        reply = self._link.call("want", self._prefix, *args)
+        self._check_epoch(reply, desired.epoch)
+        if reply[0] == "older":
+            subject = f"desired state of role '{desired.role}'"
+            raise Fenced(subject, got=f"version {desired.version}", expected=f"at least {reply[1]}")
+
+    def wanted(self, role: str) -> Desired | None:
+        """The role's desired state; see `Calls.wanted`."""
+        reply = self._link.call("wanted", self._prefix, role)
+        return None if reply[0] == "none" else _decoded(reply[1], Desired)
+
+    def join(self, role: str, rank: int, *, fingerprint: str) -> int:
+        """Register a worker process; see `Calls.join`."""
+        who = checked_name("role", role)
+        reply = self._link.call("join", self._prefix, who, rank, fingerprint, secrets.token_hex(8))
+        self._check_fingerprint(reply, fingerprint, f"worker {role}-{rank}")
+        return int(reply[1])
+
+    def begin_epoch(self, *, fingerprint: str, lease_s: float) -> int:
+        """Become the controller; see `Calls.begin_epoch`."""
+        args = (fingerprint, max(1, int(lease_s * 1000)), secrets.token_hex(8))
+        reply = self._link.call("begin_epoch", self._prefix, *args)
+        if reply[0] == "second":
+            raise SecondController(
+                f"run '{self._run_id}'",
+                got=f"a live controller (its lease ends in {reply[1] / 1000:.1f} s unless it renews)",
+                expected="none",
+                remedy="Leave it alone, or stop it first",
+            )
+        self._check_fingerprint(reply, fingerprint, "controller")
+        return int(reply[1])
+
+    def renew_epoch(self, epoch: int, lease_s: float) -> None:
+        """Keep the controller's lease; see `Calls.renew_epoch`."""
+        reply = self._link.call("renew_epoch", self._prefix, epoch, max(1, int(lease_s * 1000)))
+        self._check_epoch(reply, epoch)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Give the controller's lease back; nothing when another controller has it."""
+        self._link.call("renew_epoch", self._prefix, epoch, 0)
+
+    def close(self) -> None:
+        """Close the connection (not that of a client that was given)."""
+        self._link.close()
+        if self._owns_client:
+            self._client.close()
+
+    def _check_epoch(self, reply: list[Any], epoch: int) -> None:
+        if reply[0] == "fenced":
+            raise Fenced(
+                f"controller of run '{self._run_id}'",
+                got=f"epoch {epoch}",
+                expected=f"the newest, {reply[1]}",
+                remedy="Another controller has taken over: stop this one",
+            )
+
+    def _check_fingerprint(self, reply: list[Any], fingerprint: str, who: str) -> None:
+        if reply[0] == "schema":
+            raise SchemaMismatch(
+                f"{who} of run '{self._run_id}'",
+                got=f"schema fingerprint {fingerprint}",
+                expected=f"the run's {reply[1].decode()}",
+                remedy="Start every process from the same recipe and version",
+            )
+
+
+def _digest(call: Call) -> str:
+    """Changes with what the call asks for; not with the epoch, which a restarted controller raises."""
+    content = [call.role, call.method, list(call.ranks), call.args]
+    return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).hexdigest()
+
+
+def _decoded(data: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise DecodeError(
+            f"control record of type {kind.__name__}", got=str(error), expected="its msgpack"
+        ) from error
