@@ -31,6 +31,9 @@ ROLES: Mapping[str, str] = {
 }
 """Role → class; each is constructed as `Class(context, store)`."""
 
+_CAPACITY_ROWS = 1_000_000
+"""The schedule bounds what is in flight; the table's own limit is a fuse."""
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -48,15 +51,32 @@ class Process:
 def start_process(
     recipe: Recipe, recipe_folder: Path, run: RunFolder, role: str, index: int, redis_url: str
 ) -> Process:
-    """Connect a process of the run to its store and calls, and set up its log and metrics."""
+    """Connect a process of the run to its store and calls, and set up its log and metrics.
+
+    Raises:
+        DependencyError: the server does not answer. SchemaMismatch: the run's tables have other columns.
+    """
     from rlmq.buffer.redis_calls import RedisCalls
     from rlmq.buffer.redis_store import RedisStore
+    from rlmq.buffer.tables import sample_tables
+    from rlmq.common.algorithms import algorithm_of
+    from rlmq.common.columns import fingerprint, sample_columns
     from rlmq.common.logs import configure
     from rlmq.common.metrics import serve_metrics
 
     log = configure(role, index)
+    columns = sample_columns(recipe.reward_names, reference=recipe.uses_reference)
+    tables = sample_tables(
+        columns,
+        actor_needs=algorithm_of(recipe).needs,
+        reference=recipe.uses_reference,
+        capacity_rows=_CAPACITY_ROWS,
+    )
+    store = RedisStore(redis_url, run_id=run.run_id, worker=f"{role}-{index}")
+    store.open(tables)
+    calls = RedisCalls(redis_url, run_id=run.run_id)
     serve_metrics(role, index, run)
-    raise NotImplementedError(RedisCalls, RedisStore, log, redis_url)
+    return Process(recipe, recipe_folder, run, log, store, calls, fingerprint(columns))
 
 
 def check_place(recipe: Recipe, role: str, index: int) -> None:
