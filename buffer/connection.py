@@ -22,6 +22,7 @@ from rlmq.common.errors import DependencyError, IntegrityError, RlmqError, Usage
 
 RETRY_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
+_ANSWER_S = 30.0
 _LEAST_REDIS, _LEAST_VALKEY = (7, 0), (8, 0)
 
 Argument = str | bytes | int | float
@@ -40,7 +41,7 @@ def connect(url: str, deadline: float) -> redis.Redis:
         DependencyError: no server, not a Redis, wrong password, too old, or it evicts keys.
     """
     try:
-        client = redis.Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=30.0)
+        client = redis.Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=_ANSWER_S)
     except ValueError as error:
         expected = "redis://host:port, rediss://host:port or unix:///path/to.sock"
         raise UsageError("redis.url", got=repr(_shown(url)), expected=expected) from error
@@ -110,6 +111,14 @@ def _unfit(url: str, got: str, expected: str, remedy: str) -> DependencyError:
     return DependencyError(f"Redis at {_shown(url)}", got=got, expected=expected, remedy=remedy)
 
 
+def new_connection(client: redis.Redis) -> Any:
+    """A connection of its own like the client's (redis-py does not type them), that leaves retries to its user."""
+    connection: Any = client.connection_pool.make_connection()
+    connection.retry = Retry(NoBackoff(), 0)
+    connection.socket_timeout = connection.socket_timeout or _ANSWER_S
+    return connection
+
+
 class Link:
     """One connection, one round trip at a time, from any thread."""
 
@@ -117,8 +126,7 @@ class Link:
         self._client = client
         self._retry_s = retry_s
         self._lock = threading.Lock()
-        self._connection = client.connection_pool.make_connection()
-        self._connection.retry = Retry(NoBackoff(), 0)
+        self._connection = new_connection(client)
 
     def call(self, verb: str, prefix: str, *args: Argument, payload: Sequence[tuple[str, bytes]] = ()) -> list[Any]:
         """Run a function; `payload` is set in the same transaction before it.
@@ -147,7 +155,7 @@ class Link:
         for call, reply in zip(calls, replies, strict=True):
             if reply[0] == b"unknown":
                 raise IntegrityError(
-                    f"table behind {call[1]}*",
+                    f"table behind {call[1]!s}*",
                     got="no such table in the server",
                     expected="the table that this run opened",
                     remedy="The server came back empty or was flushed: restore its data, or start a new run",

@@ -41,6 +41,7 @@ RUN_SUFFIXES = {
     "queue": "queue:",
     "results": "results",
     "desired": "desired",
+    "notes": "notes",
 }
 
 

@@ -197,7 +197,8 @@ def _ends(wanted: pa.Field, one: RowRange, where: Whereabouts) -> pa.Array:
     """One of `END_COLUMNS` for a range; null for live rows."""
     values: list[str | int | None] = [None] * one.count
     for first, count, state, step, reason in where.ends:
-        value = {"end_state": state, "end_reason": reason, "end_step": step}[wanted.name]
+        known: dict[str, str | int] = {"end_state": state, "end_reason": reason, "end_step": step}
+        value = known[wanted.name]
         for row in range(max(first, one.first), min(first + count, one.first + one.count)):
             values[row - one.first] = value
     return pa.array(values, type=END_COLUMNS.field(wanted.name).type)

@@ -103,6 +103,15 @@ class RedisCalls(Calls):
         reply = self._link.call("wanted", self._prefix, role)
         return None if reply[0] == "none" else _decoded(reply[1], Desired)
 
+    def note(self, name: str, value: dict[str, Any]) -> None:
+        """Leave a small record for other processes; see `Calls.note`."""
+        self._link.call("note", self._prefix, name, msgspec.msgpack.encode(value))
+
+    def noted(self, name: str) -> dict[str, Any] | None:
+        """The record left under this name; see `Calls.noted`."""
+        reply = self._link.call("noted", self._prefix, name)
+        return None if reply[0] == "none" else _decoded(reply[1], dict[str, Any])
+
     def join(self, role: str, rank: int, *, fingerprint: str) -> int:
         """Register a worker process; see `Calls.join`."""
         who = checked_name("role", role)
@@ -169,5 +178,5 @@ def _decoded(data: bytes, kind: type[_T]) -> _T:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.MsgspecError as error:
         raise DecodeError(
-            f"control record of type {kind.__name__}", got=str(error), expected="its msgpack"
+            f"control record of type {getattr(kind, '__name__', kind)}", got=str(error), expected="its msgpack"
         ) from error

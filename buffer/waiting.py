@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import redis
 
-from rlmq.buffer.connection import Link
+from rlmq.buffer.connection import Link, new_connection
 from rlmq.buffer.keys import wake_key
 
 _GRACE_S = 1.0  # a blocked pop ends by itself; this long after its time-out the connection is given up
@@ -24,7 +24,7 @@ class Waiter:
         self._worker = worker
         self._name = name
         self._lock = threading.Lock()
-        self._connection = client.connection_pool.make_connection()
+        self._connection = new_connection(client)
 
     def wait(self, interests: _Interests, *, timeout_s: float, wake_fd: int | None = None) -> bool:
         """True when an interest may be met; False when the time is over or `wake_fd` is readable.

@@ -7,6 +7,8 @@
 --   R queue:<role>:<rank>  list: call ids without a result of this rank, oldest first
 --   R results       hash: call id US rank -> result (msgpack); kept for the run, the re-entrant loop reads them
 --   R desired       hash: role -> msgpack {version, desired state (msgpack)}
+--   R notes         hash: name -> msgpack map, for other processes to read
+--   R home          string: mark of the run folder; no function uses it
 
 local function epoch_of(run)
   return tonumber(redis.call('HGET', run .. KEY.controller, 'epoch') or 0)
@@ -80,6 +82,18 @@ register('wanted', function(keys, args)
   local stored = redis.call('HGET', keys[1] .. KEY.desired, args[1])
   if not stored then return {'none'} end
   return {'ok', cmsgpack.unpack(stored)[2]}
+end, 'no-writes')
+
+-- note(name, value) and noted(name): {"ok", value} or {"none"}.
+register('note', function(keys, args)
+  redis.call('HSET', keys[1] .. KEY.notes, args[1], args[2])
+  return {'ok'}
+end, 'allow-oom')
+
+register('noted', function(keys, args)
+  local value = redis.call('HGET', keys[1] .. KEY.notes, args[1])
+  if not value then return {'none'} end
+  return {'ok', value}
 end, 'no-writes')
 
 local function other_fingerprint(run, fingerprint)
