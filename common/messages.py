@@ -80,12 +80,14 @@ def encode(message: Doorbell | Report) -> bytes:
 
 def decode_doorbell(data: bytes) -> Doorbell:
     """A doorbell, or DecodeError."""
-    return _decode(_doorbell_decoder, data)
+    message: Doorbell = _decode(_doorbell_decoder, data)
+    return message
 
 
 def decode_report(data: bytes) -> Report:
     """A report, or DecodeError."""
-    return _decode(_report_decoder, data)
+    message: Report = _decode(_report_decoder, data)
+    return message
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:

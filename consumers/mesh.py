@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,8 @@ def meet(calls: Calls, *, rank: int, size: int, incarnation: int, timeout_s: flo
             port, generation = _find(calls, timeout_s)
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         prefixed = dist.PrefixStore(f"actor-{generation}", store)
-        group = dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+        gloo: Any = dist.ProcessGroupGloo  # torch's stub does not call it a ProcessGroup
+        group: dist.ProcessGroup = gloo(prefixed, rank, size, timeout)
     except RuntimeError as error:
         raise _lost(error) from error
     return Mesh(group, rank, size)
