@@ -44,8 +44,8 @@ def test_what_changes_the_result_is_not_harmless(read: Read, override: str) -> N
     "override",
     [
         "train.steps=9", "data.passes=2", "checkpoint.every_steps=1", "checkpoint.keep=5", "deadlines.step_s=5",
-        "track=[jsonl, wandb]", "placement.rollout.workers=2", "placement.reward.workers=2", "evaluate.every_steps=1",
-        "run.folder=elsewhere", "train.lr_steps=4",
+        "track=[jsonl, wandb]", "placement.rollout.workers=2", "placement.reward.workers=2",
+        "evaluate.every_steps=1", "run.folder=elsewhere", "train.lr_steps=4",
     ],
 )  # fmt: skip
 def test_what_leaves_the_trained_steps_alone_is_harmless(read: Read, override: str) -> None:
