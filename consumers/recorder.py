@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
 import time
@@ -202,7 +204,7 @@ def write_part(folder: Path, table: str, step: int, rows: pa.Table) -> Path:
         while True:
             path = folder / f"{table}-{step:06d}-{part:04d}.parquet"
             try:
-                os.link(temporary, path)  # unlike a rename, never replaces another process's part
+                _place(temporary, path)
             except FileExistsError:
                 part += 1
             else:
@@ -211,6 +213,18 @@ def write_part(folder: Path, table: str, step: int, rows: pa.Table) -> Path:
         raise _unwritable(folder, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _place(temporary: Path, path: Path) -> None:
+    """Give the file its name; unlike a rename this never replaces a part of a recorder that lost its lease."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        if path.exists():  # a file system without hard links
+            raise FileExistsError(errno.EEXIST, "exists", str(path)) from error
+        temporary.rename(path)
 
 
 def _write_whole(path: Path, rows: pa.Table) -> None:
@@ -229,7 +243,8 @@ def _write_temporary(folder: Path, stem: str, rows: pa.Table) -> Path:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise _unwritable(folder, error) from error
     return temporary
 

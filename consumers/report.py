@@ -38,7 +38,7 @@ def draw_reward_curve(run: RunFolder) -> bool:
     axes.set_title(f"{run.run_id}: reward by training step", loc="left", wrap=True, parse_math=False)
     axes.set_xlabel("training step")
     axes.set_ylabel("reward (mean over samples)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none", fontsize="small")

@@ -1,0 +1,369 @@
+"""The reward role over a real store and real function processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from rlmq.buffer.redis_store import RedisStore
+from rlmq.buffer.store import Claim, Stage, Table
+from rlmq.common.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, arrow_schema, sample_columns
+from rlmq.common.errors import UsageError
+from rlmq.common.logs import configure
+from rlmq.common.recipe.schema import Recipe
+from rlmq.common.run_folder import RunFolder
+from rlmq.common.worker import WorkerContext
+from rlmq.producers.reward import RewardRole
+
+SOURCE = """
+import time
+def length(completions, **_): return [len(c) for c in completions]
+def odd(completions, n, **_): return [float(x % 2) for x in n]
+def picky(completions, n, **_): return [1.0 if x % 2 else None for x in n]
+def nothing(completions, **_): return [None] * len(completions)
+def broken(completions, **_): raise ValueError("no such answer")
+def nan(completions, n, **_): return [float("nan") if x == 0 else 1.0 for x in n]
+def slow(completions, **_):
+    time.sleep(3)
+    return [1.0] * len(completions)
+def hanging(completions, **_): time.sleep(600)
+def compute_score(data_source, solution_str, ground_truth, extra_info): return float(solution_str == ground_truth)
+def first(completions, **_): return [float(i == 0) for i in range(len(completions))]
+"""
+
+
+class Bench:
+    """A store with the two tables, rows that have responses, and a reward role."""
+
+    def __init__(self, folder: Path, redis_url: str) -> None:
+        self.folder = folder
+        self.url = redis_url
+        self.log = io.StringIO()
+        (folder / "rewards.py").write_text(SOURCE)
+        self.lease_s = 60.0
+        self.puts = 0
+        self.roles: list[RewardRole] = []
+        self.stores: list[RedisStore] = []
+
+    def open(self, *blocks: dict[str, Any], **rollout: Any) -> RewardRole:
+        recipe = Recipe.model_validate(
+            {
+                "run": {"name": "t"},
+                "model": "./m",
+                "data": {"train": "t.jsonl"},
+                "reward": tuple({"timeout_s": 20.0, **block} for block in blocks),
+                "rollout": {"batch_size_per_device": 8, **rollout},
+                "train": {"steps": 3},
+            }
+        )
+        self.columns = sample_columns(recipe.reward_names, reference=False)
+        stages = (
+            Stage("rollout", needs=("prompt_ids",), scope="chunk"),
+            Stage("reward", needs=("response_text",), lease_s=self.lease_s),
+        )
+        after = (Stage("actor", needs=("reward",)), Stage("recorder", needs=(), ended=True))
+        tables = (
+            Table("train", self.columns, (*stages, *after)),
+            Table("eval", self.columns, (*stages, Stage("evaluation", needs=("reward",)))),
+        )
+        self.store = RedisStore(self.url, run_id="t", worker="test")
+        self.store.open(tables)
+        own = RedisStore(self.url, run_id="t", worker="reward-0")
+        own.open(tables)
+        self.stores += [self.store, own]
+        self.progress = 0
+        context = WorkerContext(
+            recipe=recipe,
+            recipe_folder=self.folder,
+            run=RunFolder(self.folder / "runs" / "t-1"),
+            role="reward",
+            rank=0,
+            world_size=1,
+            incarnation=1,
+            calls=None,  # type: ignore[arg-type]  # a reward worker makes no calls
+            log=configure("reward", 0, stream=self.log),
+            activity=lambda _: None,
+            progress=self._progress,
+            serving=lambda _: None,
+            desired=lambda: None,
+            stopping=lambda: False,
+        )
+        role = RewardRole(context, own)
+        self.roles.append(role)
+        return role
+
+    def _progress(self) -> None:
+        self.progress += 1
+
+    def put(self, *texts: str, table: str = "train", truncated: bool = False, **fields: Any) -> None:
+        """One chunk, generated: record n counts within the chunk."""
+        self.puts += 1
+        step = 1
+        prompts = [
+            {
+                "sample_id": f"{table}-{step:06d}-{self.puts:04d}-{i:02d}",
+                "group_id": f"{table}-{step:06d}-{self.puts:04d}",
+                "step": step,
+                "source": table,
+                "prompt_ids": [1, 2],
+                "prompt_text": "rendered",
+                "record": json.dumps({"prompt": "asked", "n": i, **fields}),
+            }
+            for i in range(len(texts))
+        ]
+        batch = pa.RecordBatch.from_pylist(prompts, schema=arrow_schema(PROMPT_COLUMNS))
+        self.store.put(table, batch, producer="prompts", sequence=self.puts, group_size=len(texts))
+        claim = self.store.claim(table, "rollout", max_rows=1000, columns=("sample_id",))
+        assert claim is not None
+        made = [
+            {
+                "response_ids": [3],
+                "response_text": text,
+                "rollout_logprobs": [-0.5],
+                "loss_mask": [True],
+                "policy_versions": [0],
+                "truncated": truncated,
+            }
+            for text in texts
+        ]
+        self.store.write(claim, pa.RecordBatch.from_pylist(made, schema=arrow_schema(ROLLOUT_COLUMNS)), ack=True)
+
+    def claim(self, stage: str, table: str = "train") -> Claim | None:
+        return self.store.claim(table, stage, max_rows=1000)
+
+    def rewards(self, stage: str = "actor", table: str = "train", column: str = "reward") -> list[float | None]:
+        claim = self.claim(stage, table)
+        return [] if claim is None else claim.rows.column(column).to_pylist()
+
+    def close(self) -> None:
+        for role in self.roles:
+            role.close()
+        for store in self.stores:
+            store.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, redis_url: str) -> Iterator[Bench]:
+    made = Bench(tmp_path, redis_url)
+    yield made
+    made.close()
+
+
+def block(function: str, **more: Any) -> dict[str, Any]:
+    return {"function": f"rewards.py:{function}", **more}
+
+
+def test_rows_get_the_weighted_sum_and_its_parts(bench: Bench) -> None:
+    role = bench.open(block("length", weight=0.5), block("odd", weight=2.0, name="parity"))
+    bench.put("a", "bb", "ccc")
+
+    assert role.work()
+
+    claim = bench.claim("actor")
+    assert claim is not None
+    assert claim.rows.column("reward").to_pylist() == [0.5, 3.0, 1.5]
+    assert claim.rows.column("reward.length").to_pylist() == [1.0, 2.0, 3.0]
+    assert claim.rows.column("reward.parity").to_pylist() == [0.0, 1.0, 0.0]
+    assert not role.work()
+
+
+def test_verl_columns_reach_a_verl_function(bench: Bench) -> None:
+    role = bench.open(block("compute_score"))
+    bench.put("yes", "no", reward_model={"ground_truth": "yes"}, data_source="d", extra_info={})
+
+    role.work()
+
+    assert bench.rewards() == [1.0, 0.0]
+
+
+def test_one_functions_none_does_not_count_for_that_row(bench: Bench) -> None:
+    role = bench.open(block("length"), block("picky", weight=10.0))
+    bench.put("a", "bb", "ccc")
+
+    role.work()
+
+    claim = bench.claim("actor")
+    assert claim is not None
+    assert claim.rows.column("reward").to_pylist() == [1.0, 12.0, 3.0]
+    assert claim.rows.column("reward.picky").to_pylist() == [None, 1.0, None]
+
+
+def test_a_train_row_without_any_value_ends_as_filtered_and_the_others_go_on(bench: Bench) -> None:
+    role = bench.open(block("picky"))
+    bench.put("a", "b", "c", "d")
+
+    role.work()
+
+    counts = bench.store.counts("train")
+    assert counts.ended == {"filtered(no_verdict)": 2}
+    assert counts.live == 2
+    assert bench.rewards() == [1.0, 1.0]
+    ended = bench.claim("recorder")
+    assert ended is not None
+    assert ended.rows.column("reward").to_pylist() == [None, None]
+    assert ended.rows.column("response_text").to_pylist() == ["a", "c"]
+
+
+@pytest.mark.parametrize("name", ["broken", "nothing"])
+def test_a_call_without_verdicts_filters_the_whole_claim(bench: Bench, name: str) -> None:
+    role = bench.open(block(name))
+    bench.put("a", "b")
+
+    assert role.work()
+
+    assert bench.store.counts("train").ended == {"filtered(no_verdict)": 2}
+    assert bench.store.counts("train").live == 0
+    assert role.handlers()["failures"]({})["count"] == 2
+
+
+def test_the_reason_is_kept_for_the_controller_and_logged_once(bench: Bench) -> None:
+    role = bench.open(block("broken"))
+    for _ in range(3):
+        bench.put("a")
+        role.work()
+
+    failures = role.handlers()["failures"]({})
+
+    assert failures["count"] == 3
+    assert "no such answer" in failures["last"]
+    assert "rewards.py:7" in failures["last"]
+    assert bench.log.getvalue().count("reward.no_verdict") == 1
+
+
+def test_nan_is_no_verdict_for_its_row(bench: Bench) -> None:
+    role = bench.open(block("nan"))
+    bench.put("a", "b")
+
+    role.work()
+
+    assert bench.rewards() == [1.0]
+    assert "nan" in role.handlers()["failures"]({})["last"]
+
+
+def test_a_hanging_function_gives_no_verdict_and_the_next_rows_are_scored(bench: Bench) -> None:
+    role = bench.open(block("hanging", timeout_s=1.0), block("length"))
+    bench.put("a", "bb")
+
+    role.work()
+
+    claim = bench.claim("actor")
+    assert claim is not None
+    assert claim.rows.column("reward").to_pylist() == [1.0, 2.0]
+    assert claim.rows.column("reward.hanging").to_pylist() == [None, None]
+
+
+def test_an_evaluation_row_without_verdict_goes_on_with_a_null_reward(bench: Bench) -> None:
+    role = bench.open(block("picky"))
+    bench.put("a", "b", "c", table="eval")
+
+    assert role.work()
+
+    assert bench.store.counts("eval").live == 3
+    assert bench.rewards("evaluation", "eval") == [None, 1.0, None]
+
+
+def test_cut_responses_pay_the_penalty_only_where_the_recipe_says_so(bench: Bench) -> None:
+    role = bench.open(block("length", weight=2.0), truncated="penalise", truncation_penalty=0.75)
+    bench.put("aa", truncated=True)
+    bench.put("bb")
+
+    role.work()
+    role.work()
+
+    assert bench.rewards() == [3.25, 4.0]
+    assert bench.rewards() == []
+
+
+def test_a_long_call_keeps_its_lease(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlmq.producers.reward._EXTEND_EVERY_S", 0.3)
+    bench.lease_s = 1.5
+    role = bench.open(block("slow"))
+    bench.put("a")
+
+    role.work()
+
+    assert bench.rewards() == [1.0]
+    assert bench.store.counts("train").redelivered == 0
+    assert bench.progress >= 2
+
+
+def test_a_lost_lease_leaves_the_rows_to_the_other_worker(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlmq.producers.reward._EXTEND_EVERY_S", 600.0)
+    bench.lease_s = 0.5
+    role = bench.open(block("slow"))
+    bench.put("a")
+    taken: list[Claim | None] = []
+    other = threading.Timer(1.5, lambda: taken.append(bench.claim("reward")))
+
+    other.start()
+    assert role.work()
+    other.join()
+
+    assert "reward.lease_lost" in bench.log.getvalue()
+    assert taken[0] is not None
+    assert taken[0].ranges[0].delivery == 2
+    assert bench.store.counts("train").acked["reward"] == 0
+
+
+def test_rows_of_one_chunk_are_scored_in_one_call_in_their_order(bench: Bench) -> None:
+    role = bench.open(block("first"))
+    bench.put("a", "b", "c", "d", "e", "f", "g", "h")
+    bench.put("i", "j", "k", "l", "m", "n", "o", "p")
+
+    while role.work():
+        pass
+
+    assert bench.rewards() == ([1.0] + [0.0] * 7) * 2
+
+
+def test_wait_wakes_when_a_response_comes(bench: Bench) -> None:
+    role = bench.open(block("length"))
+    bench.put("a")
+    began = time.monotonic()
+    wake, other = os.pipe()
+
+    role.wait(30.0, wake)
+
+    assert time.monotonic() - began < 10
+    os.close(wake)
+    os.close(other)
+
+
+def test_an_unusable_function_is_refused_at_start_and_leaves_no_process(bench: Bench) -> None:
+    before = children()
+
+    with pytest.raises(UsageError, match=r"rewards\.py:lengthh.*Did you mean rewards\.py:length\?"):
+        bench.open(block("length"), block("lengthh"))
+
+    assert children() == before
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def test_a_reward_process_needs_neither_torch_nor_much_memory() -> None:
+    program = (
+        "import sys, rlmq.producers.reward, rlmq.consumers.recorder, rlmq.controller.trackers\n"
+        "import rlmq.buffer.redis_store, rlmq.common.worker_loop, rlmq.common.logs\n"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'pandas'} & set(sys.modules)\n"
+        "kib = next(int(x.split()[1]) for x in open('/proc/self/status') if x.startswith('VmRSS'))\n"
+        "print(sorted(heavy), kib // 1024)\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+
+    heavy, _, mib = done.stdout.strip().rpartition(" ")
+    assert heavy == "[]"
+    assert int(mib) < 200
