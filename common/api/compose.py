@@ -16,7 +16,7 @@ import structlog
 
 from rlmq.buffer.store import ExperienceStore
 from rlmq.common.calls import Calls
-from rlmq.common.errors import DeadlineExceeded, UsageError
+from rlmq.common.errors import DeadlineExceeded, SecondController, UsageError
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.common.worker import Role, WorkerContext
@@ -33,6 +33,9 @@ ROLES: Mapping[str, str] = {
 
 _CAPACITY_ROWS = 1_000_000
 """The schedule bounds what is in flight; the table's own limit is a fuse."""
+
+_LEASE_MARGIN_S = 2.0
+_LEASE_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +135,28 @@ def worker_main(process: Process, role: str, rank: int) -> int:
 
 
 def controller_main(process: Process) -> int:
-    """Run the controller; returns the run's exit code."""
+    """Run the controller; returns the run's exit code.
+
+    The lease of a killed controller outlives it: wait that long before calling it a living one.
+
+    Raises:
+        SecondController: another controller keeps its lease.
+    """
     from rlmq.controller.controller import Controller
+    from rlmq.controller.dispatch import EPOCH_LEASE_S
 
     controller = Controller(
         process.recipe, process.run, process.store, process.calls, process.fingerprint, process.log
     )
-    return controller.main()
+    deadline = time.monotonic() + EPOCH_LEASE_S + _LEASE_MARGIN_S
+    while True:
+        try:
+            return controller.main()
+        except SecondController as error:
+            if time.monotonic() >= deadline:
+                raise
+            process.log.info("waiting for a lease", reason=str(error))
+            time.sleep(_LEASE_PAUSE_S)
 
 
 def apply_environment(changes: Mapping[str, str | None]) -> None:
