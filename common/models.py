@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +37,7 @@ def resolve_model(model: str, recipe_folder: Path) -> str:
     if is_spec(model):
         return _from_function(model, recipe_folder)
     for place in (recipe_folder / Path(model).expanduser(), Path(model).expanduser()):
-        if place.is_dir():
+        if _is_folder(place):
             return str(_checked(place.resolve(), model))
     if _looks_like_hub_id(model):
         return str(_checked(_from_hub(model, recipe_folder), model))
@@ -120,17 +123,28 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def _from_function(spec: str, recipe_folder: Path) -> str:
     function = load_function(spec, recipe_folder, subject="model")
-    lock = cache_folder() / "locks" / f"function-{spec.replace('/', '_')}.lock"
-    with file_lock(lock, timeout_s=PREPARE_TIMEOUT_S, purpose=f"preparing model {spec}"):
+    with _lock(f"{recipe_folder.resolve()}:{spec}", f"preparing model {spec}"):
         folder = function()
     if not isinstance(folder, (str, Path)) or not (recipe_folder / folder).is_dir():
         raise UsageError(f"model {spec}", got=f"{folder!r} from the function", expected="the path of a folder")
     return str(_checked((recipe_folder / folder).resolve(), spec))
 
 
+def _lock(what: str, purpose: str) -> AbstractContextManager[None]:
+    # A hash: the name may be longer than a file's.
+    name = hashlib.sha256(what.encode()).hexdigest()[:16]
+    return file_lock(cache_folder() / "locks" / f"{name}.lock", timeout_s=PREPARE_TIMEOUT_S, purpose=purpose)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name longer than the file system allows
+        return False
+
+
 def _looks_like_hub_id(model: str) -> bool:
-    parts = model.split("/")
-    return len(parts) <= 2 and all(parts) and not model.startswith((".", "~"))
+    return bool(re.fullmatch(r"[\w][\w.-]{0,95}(/[\w.-]{1,96})?", model))
 
 
 def _from_hub(model: str, recipe_folder: Path) -> Path:
@@ -139,8 +153,7 @@ def _from_hub(model: str, recipe_folder: Path) -> Path:
 
     wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    lock = cache_folder() / "locks" / f"hub-{model.replace('/', '--')}.lock"
-    with file_lock(lock, timeout_s=PREPARE_TIMEOUT_S, purpose=f"downloading model {model}"):
+    with _lock(model, f"downloading model {model}"):
         try:
             return Path(snapshot_download(model, allow_patterns=wanted, local_files_only=True))
         except (LocalEntryNotFoundError, HFValidationError):

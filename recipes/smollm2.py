@@ -6,7 +6,6 @@ The wheel holds the model as a quantized GGUF file. It is converted once, to flo
 from __future__ import annotations
 
 import importlib.util
-import logging
 import sys
 import time
 from pathlib import Path
@@ -55,10 +54,12 @@ def _convert(target: Path) -> None:
 
 def _write_folder(source: Path, target: Path) -> None:
     import torch
+    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     where = {"gguf_file": source.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
     # The weights move into a plain model: save_pretrained refuses a quantized configuration.
@@ -67,13 +68,9 @@ def _write_folder(source: Path, target: Path) -> None:
         settings.pop(key, None)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)
     tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
-    missing = [
-        name for name in model.load_state_dict(tensors, strict=False).missing_keys if name != "lm_head.weight"
-    ]
+    missing = set(model.load_state_dict(tensors, strict=False).missing_keys) - {"lm_head.weight"}  # tied
     if missing:
-        raise IntegrityError(
-            f"model file {source}", got=f"no tensors {missing[:3]}", expected="a whole Llama model"
-        )
+        raise IntegrityError(f"model file {source}", got=f"no tensor {min(missing)}", expected="a whole model")
     model.tie_weights()
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlmq.common.model_cache import make_once
 
 SEED = 0
-# Bytes are 0 to 255; these follow.
+# Ids 0 to 255 are the bytes, in the order of ByteLevel's symbols; these follow.
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -29,10 +29,12 @@ def folder() -> str:
 
 def _write(target: Path) -> None:
     import torch
+    import transformers
     from tokenizers import Tokenizer, decoders, models
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    transformers.logging.disable_progress_bar()
     pieces = {symbol: index for index, symbol in enumerate(sorted(ByteLevel.alphabet()))}
     bytes_only = Tokenizer(models.BPE(vocab=pieces, merges=[]))
     bytes_only.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)

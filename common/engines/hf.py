@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from rlmq.common.engines.attention import use_grouped_sdpa
 from rlmq.common.engines.causal_forward import CausalForward
+from rlmq.common.engines.cpu_linear import use_onednn
 from rlmq.common.engines.decoding_batch import DecodingBatch
 from rlmq.common.engines.generation import EngineState, Generated, Request
 from rlmq.common.engines.staged_weights import StagedWeights
@@ -43,6 +44,7 @@ class HfEngine:
             raise UsageError("rollout.batch_size_per_device", got=max_batch, expected="at least 1")
         self._model = model.eval().requires_grad_(False)
         use_grouped_sdpa(self._model)
+        use_onednn(self._model)
         self._weights = StagedWeights(self._model)
         self._pad_id = pad_id
         self._eos_ids = frozenset(eos_ids)
