@@ -90,23 +90,26 @@ BUFFER_PAYLOAD_BYTES = Gauge(
 STEP = Gauge("rlmq_step", "Newest finished training step.", registry=REGISTRY)
 POLICY_VERSION = Gauge("rlmq_policy_version", "Policy version that this worker holds.", registry=REGISTRY)
 
-_STEP_FIGURES: Mapping[str, str] = {
-    "reward_mean": "Mean reward of the step's samples.",
-    "reward_std": "Standard deviation of the step's rewards.",
-    "loss": "Loss of the step.",
-    "kl": "Estimated KL divergence to the reference, in nats per token.",
-    "entropy": "Mean entropy of the policy, in nats per token.",
-    "clip_ratio": "Share of tokens whose ratio was clipped, 0 to 1.",
-    "ratio_mean": "Mean probability ratio of new to old policy.",
-    "truncated_ratio": "Share of responses that the length limit cut, 0 to 1.",
-    "grad_norm": "Gradient norm before clipping.",
-    "lr": "Learning rate that the step used.",
-    "response_tokens_mean": "Mean response length in tokens.",
-    "staleness_mean": "Mean trainer version minus the oldest version in a sample.",
-    "seconds": "Wall-clock seconds of the step.",
+# Name in metrics.jsonl: name of the gauge, and what it is.
+_STEP_FIGURES: Mapping[str, tuple[str, str]] = {
+    "reward_mean": ("reward_mean", "Mean reward of the step's samples."),
+    "reward_std": ("reward_std", "Standard deviation of the step's rewards."),
+    "loss": ("loss", "Loss of the step."),
+    "kl_k3": ("rollout_kl", "Estimated KL divergence from rollout to trainer, in nats per token."),
+    "ref_kl": ("reference_kl", "Estimated KL divergence to the reference, in nats per token."),
+    "entropy": ("entropy", "Mean entropy of the policy, in nats per token."),
+    "clip_low": ("clip_low_ratio", "Share of tokens whose ratio was clipped from below, 0 to 1."),
+    "clip_high": ("clip_high_ratio", "Share of tokens whose ratio was clipped from above, 0 to 1."),
+    "ratio": ("ratio_mean", "Mean probability ratio of new to old policy."),
+    "truncated_ratio": ("truncated_ratio", "Share of responses that the length limit cut, 0 to 1."),
+    "grad_norm": ("grad_norm", "Gradient norm before clipping."),
+    "lr": ("lr", "Learning rate that the step used."),
+    "response_tokens_mean": ("response_tokens_mean", "Mean response length in tokens."),
+    "staleness_mean": ("staleness_mean", "Mean trainer version minus the oldest version in a sample."),
+    "seconds": ("seconds", "Wall-clock seconds of the step."),
 }
 STEP_FIGURES: Mapping[str, Gauge] = {
-    name: Gauge(f"rlmq_train_{name}", text, registry=REGISTRY) for name, text in _STEP_FIGURES.items()
+    name: Gauge(f"rlmq_train_{suffix}", text, registry=REGISTRY) for name, (suffix, text) in _STEP_FIGURES.items()
 }
 
 

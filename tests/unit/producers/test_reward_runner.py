@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rlmq.common.algorithms import algorithm_of
+from rlmq.common.algorithms.algorithm import RewardedBatch
 from rlmq.common.errors import UsageError
-from rlmq.common.recipe.schema import RewardBlock
+from rlmq.common.recipe.schema import Recipe, RewardBlock
 from rlmq.producers.process_runner import ProcessRewardRunner
 from rlmq.producers.reward_runner import RewardRow
 
@@ -376,6 +379,25 @@ def test_nan_and_infinities_are_no_verdict_for_their_row_only(start: Start) -> N
     assert verdicts.values == [1.0, None, None, None]
     assert verdicts.failure == ""
     assert [note.rsplit(" ", 1)[1] for note in verdicts.notes] == ["nan", "inf", "-inf"]
+
+
+def test_advantages_do_not_depend_on_the_type_of_the_rewards(start: Start) -> None:
+    """In bfloat16 the group's mean would round to 1, and the advantages come out as 0, 0, 0, 2."""
+    rewards = np.array(start(BF16, timeout_s=60.0).score(rows(4)).values)
+    recipe = Recipe.model_validate(
+        {
+            "run": {"name": "t"},
+            "model": "./m",
+            "data": {"train": "t.jsonl"},
+            "reward": ({"function": "r.py:f"},),
+            "train": {"steps": 1},
+            "algorithm": {"std_epsilon": 1e-6},
+        }
+    )
+
+    found = algorithm_of(recipe).advantages(RewardedBatch(rewards, ["g"] * 4, np.full(4, 3)))
+
+    assert found == pytest.approx([-0.5, -0.5, -0.5, 1.5], abs=1e-3)
 
 
 # Functions that misbehave
