@@ -93,7 +93,7 @@ class GlooTransport:
             )
         started = time.monotonic()
         own = _checked(manifest, tensors)
-        store.set("manifest", _digest(manifest))  # type: ignore[arg-type]  # bytes are fine; torch's stub says str
+        store.set("manifest", _digest(manifest).hex())  # type: ignore[arg-type]  # bytes are fine; torch's stub says str
         lanes = [
             _Lane(meeting, member, store, own, self._bucket_bytes, started + meeting.timeout_s)
             for member in meeting.members
@@ -119,7 +119,7 @@ class GlooTransport:
         with clock.names("the meeting place"):
             store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=clock.left())
             offered = bytes(store.get("manifest"))
-        if offered != _digest(manifest):
+        if offered.decode() != _digest(manifest).hex():
             raise IntegrityError(
                 clock.subject,
                 got="another manifest than the sender's",

@@ -11,49 +11,60 @@ _PIECE_VALUES = 1 << 20
 
 
 def token_logprobs(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: float
+    logits: torch.Tensor, source: torch.Tensor, tokens: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`log softmax(logits / temperature)[ids]`, and the entropy of the same distribution.
+    """`log softmax(logits[source] / temperature)[tokens]`, and the entropy of the same distributions.
 
-    Shapes: `logits` [rows, places, vocabulary] of any float type, `ids` [rows, places]; both results
-    [rows, places] in float32. The log-probs carry gradient, the entropy does not: it is a metric.
+    Shapes: `logits` [places, vocabulary] of any float type; `source, tokens` [n]: the place that predicts a
+    token (several tokens may have the same one), and its id. Both results are [n] in float32. The log-probs
+    carry gradient, the entropy does not: it is a metric.
     """
-    flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropy = _TokenLogprobs.apply(flat, ids.reshape(-1), temperature)
-    return logprobs.view(ids.shape), entropy.view(ids.shape)
+    logprobs, entropy = _TokenLogprobs.apply(logits, source, tokens, temperature)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits and one number per row; the softmax is made again in the backward pass, piece by piece."""
+    """Keeps the logits and one number per place; the softmax is made again in the backward pass, by pieces."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, ids: torch.Tensor, temperature: float
+        ctx: Any, logits: torch.Tensor, source: torch.Tensor, tokens: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = logits.shape[0]
-        chosen, log_total, entropy = (torch.empty(rows, device=logits.device) for _ in range(3))
+        places = logits.shape[0]
+        log_total, entropy = (torch.empty(places, device=logits.device) for _ in range(2))
         for piece in _pieces(logits):
             scaled = logits[piece].float() / temperature
             total = torch.logsumexp(scaled, dim=-1)
-            chosen[piece] = scaled.gather(1, ids[piece, None])[:, 0] - total
             log_total[piece] = total
             entropy[piece] = total - (scaled * (scaled - total[:, None]).exp_()).sum(dim=-1)
-        ctx.save_for_backward(logits, ids, log_total)
+        ctx.save_for_backward(logits, source, tokens, log_total)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
-        return chosen, entropy
+        chosen = logits[source, tokens].float() / temperature - log_total[source]
+        entropies = entropy[source]
+        ctx.mark_non_differentiable(entropies)
+        return chosen, entropies
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        logits, ids, log_total = ctx.saved_tensors
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """d logprob / d logits = (one-hot(token) - softmax) / temperature."""
+        logits, source, tokens, log_total = ctx.saved_tensors
+        by_place = torch.argsort(source, stable=True)
+        source, tokens = source[by_place], tokens[by_place]
+        shares = gradient[by_place] / ctx.temperature
+        # index_add over one dimension adds in order: the same sum in every run.
+        totals = torch.zeros_like(log_total).index_add_(0, source, shares)
         out = torch.empty_like(logits)
         for piece in _pieces(logits):
-            share = gradient[piece, None] / ctx.temperature
-            softmax = (logits[piece].float() / ctx.temperature).sub_(log_total[piece, None]).exp_()
-            out[piece] = softmax.mul_(-share).scatter_add_(1, ids[piece, None], share)
-        return out, None, None
+            values = (logits[piece].float() / ctx.temperature).sub_(log_total[piece, None]).exp_()
+            values.mul_(-totals[piece, None])
+            first, last = torch.searchsorted(source, torch.tensor([piece.start, piece.stop], device=source.device))
+            own = slice(int(first), int(last))
+            flat = (source[own] - piece.start) * logits.shape[1] + tokens[own]
+            values.view(-1).index_add_(0, flat, shares[own])
+            out[piece] = values
+        return out, None, None, None
 
 
 def _pieces(logits: torch.Tensor) -> list[slice]:
     rows = max(1, _PIECE_VALUES // logits.shape[1])
-    return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
+    return [slice(start, min(start + rows, logits.shape[0])) for start in range(0, logits.shape[0], rows)]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rlmq.common.engines.learning_rate import learning_rate
+from rlmq.common.engines.shared_prompts import Places, places_of, sharing_cost
 from rlmq.common.engines.token_logprobs import token_logprobs
 from rlmq.common.engines.training import LossFunction, MicroBatch, PolicyOutput, StepStats
 from rlmq.common.errors import IntegrityError, RestartRequired
@@ -68,7 +69,8 @@ class TorchEngine:
         model.requires_grad_(True)
         if block.activation_checkpointing:
             self._checkpoint_activations()
-        self._takes_positions_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._takes_places = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._sharing = sharing_cost(model)
 
     def _split_masters(self) -> tuple[list[str], list[nn.Parameter], list[nn.Parameter]]:
         """Names, computing weights and fp32 weights; the latter two are the same objects in float32.
@@ -114,7 +116,7 @@ class TorchEngine:
         """Forward and backward; adds the gradient of `loss_sum`, returns the metric sums of this micro-batch."""
         terms = loss(self._forward(batch), batch)
         if terms.loss_sum.requires_grad:
-            terms.loss_sum.backward()  # type: ignore[no-untyped-call]
+            terms.loss_sum.backward()
             if self._low_precision:
                 self._drain_gradients()
         return {name: float(value) for name, value in terms.metric_sums.items()}
@@ -131,24 +133,29 @@ class TorchEngine:
             weight.grad = None
 
     def _forward(self, batch: MicroBatch) -> PolicyOutput:
-        prompt_length = batch.input_ids.shape[1] - batch.response_length
-        logits = self._logits(
-            batch.input_ids, batch.attention_mask, batch.position_ids, batch.response_length, prompt_length
+        prompt = batch.input_ids.shape[1] - batch.response_length
+        real = batch.attention_mask[:, prompt:].bool()
+        nothing = torch.zeros(real.shape, device=real.device)
+        if not bool(real.any()):
+            return PolicyOutput(nothing, nothing)
+        places = places_of(batch, self._sharing)
+        tokens = batch.input_ids[:, prompt:][real]
+        logprobs, entropy = token_logprobs(
+            self._logits(places).flatten(0, 1), places.source, tokens, self._temperature
         )
-        real = batch.attention_mask[:, prompt_length:].bool()
-        logprobs, entropy = token_logprobs(logits, batch.input_ids[:, prompt_length:], self._temperature)
-        return PolicyOutput(torch.where(real, logprobs, 0.0), torch.where(real, entropy, 0.0))
+        return PolicyOutput(nothing.masked_scatter(real, logprobs), nothing.masked_scatter(real, entropy))
 
-    def _logits(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, responses: int, prompts: int
-    ) -> torch.Tensor:
-        """Logits [rows, R, vocabulary] of the places that predict a response token: one before each."""
-        keep = torch.arange(prompts - 1, prompts - 1 + responses, device=ids.device)
-        extra = {"logits_to_keep": keep} if self._takes_positions_to_keep else {}
+    def _logits(self, places: Places) -> torch.Tensor:
+        """Logits [packed, K, vocabulary] of the places that predict a response token."""
+        extra = {"logits_to_keep": places.keep} if self._takes_places else {}
         logits: torch.Tensor = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **extra
+            input_ids=places.input_ids,
+            attention_mask=places.attention_mask,
+            position_ids=places.position_ids,
+            use_cache=False,
+            **extra,
         ).logits
-        return logits if self._takes_positions_to_keep else logits[:, keep]
+        return logits if self._takes_places else logits[:, places.keep]
 
     def step(self, denominators: tuple[float, ...]) -> StepStats:
         """Sum the gradient over ranks, divide it by the product of the *global* denominators, clip, update.
