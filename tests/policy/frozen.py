@@ -30,7 +30,7 @@ def commands() -> Iterator[str]:
 def _command_lines(path: str, command: Any) -> Iterator[str]:
     for parameter in command.params:
         if parameter.param_type_name == "argument":
-            yield f"{path} {parameter.make_metavar(command.make_context('x', [], resilient_parsing=True))}"
+            yield f"{path} {parameter.metavar or parameter.name.upper()}"
         else:
             yield f"{path} {' '.join([*parameter.opts, *parameter.secondary_opts])}"
     for name, child in getattr(command, "commands", {}).items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,12 @@ def test_make_targets_that_documents_name_exist() -> None:
     }
 
     assert named <= targets
+
+
+def test_the_recipe_reference_is_current() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "rlmq.common.recipe.reference"], capture_output=True, text=True, timeout=60
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == (ROOT / "docs" / "recipe.md").read_text("utf-8"), "Run: make docs"
