@@ -123,7 +123,7 @@ def prepare_prompts(
         if number % 256 == 0:
             progress()
     if not prompts:
-        got = f"{skipped} prompts, all longer than {policy.max_prompt_tokens} tokens"
+        got = f"0 of {skipped} prompts with at most {policy.max_prompt_tokens} tokens"
         raise UsageError(subject, got=got, expected="at least one prompt that is short enough", remedy=_RAISE_LIMIT)
     return PreparedPrompts(tuple(prompts), skipped, cut)
 

@@ -87,6 +87,13 @@ class DataBlock(Block):
     )
     shuffle: bool = Field(default=True, description="A new seeded order in each pass; false: file order.")
 
+    @field_validator("eval")
+    @classmethod
+    def _some_sets(cls, sets: str | dict[str, str] | None) -> str | dict[str, str] | None:
+        if sets == {}:
+            raise ValueError("at least one set, or none at all")
+        return sets
+
 
 class RolloutBlock(Block):
     """Generation."""
@@ -174,7 +181,7 @@ class EvaluateBlock(Block):
     samples: PositiveInt = Field(
         default=1, description="Samples per evaluation prompt; their rewards are averaged."
     )
-    temperature: float = Field(default=0.0, ge=0, description="0: greedy.")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature of evaluation; 0 is greedy.")
 
     @model_validator(mode="after")
     def _greedy_once(self) -> EvaluateBlock:

@@ -108,7 +108,7 @@ def test_long_prompts_are_cut_on_the_left_and_keep_their_begin_of_text_token() -
 
 
 def test_nothing_left_is_refused() -> None:
-    with pytest.raises(UsageError, match="1 prompts, all longer than 3 tokens"):
+    with pytest.raises(UsageError, match="0 of 1 prompts with at most 3 tokens"):
         prepare_prompts([{"prompt": "long"}], byte_tokenizer(), policy(3, "skip"), source="t", subject="s")
 
 
