@@ -18,7 +18,7 @@ from rlmq.common.recipe.schema import Recipe
 Read = Callable[..., Recipe]
 PAGE = Path(__file__).parents[4] / "docs" / "recipe.md"
 
-TEXT = st.text(st.characters(exclude_categories=("C",)), min_size=1, max_size=20).filter(lambda t: t.strip() == t)
+TEXT = st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=20).filter(lambda t: t.strip() == t)
 TRICKY = st.sampled_from(
     ["on", "1e-6", "010", "1:30", "null", "~", "true", "2026-01-01", "<<", "- a", "a: b", "#x", "="]
 )
