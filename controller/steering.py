@@ -209,7 +209,8 @@ class RunSteering:
         missing = ", ".join(self._dispatch.roster.missing()) or "none"
         return DeadlineExceeded(
             f"stage {interest.stage} of table {interest.table}",
-            got=f"{counts.ready.get(interest.stage, 0)} of {interest.rows} rows; {stages}; workers missing: {missing}",
+            got=f"{counts.ready.get(interest.stage, 0)} of {interest.rows} rows; {stages}; "
+            f"workers missing: {missing}",
             expected=f"progress within {self._step_s:.0f} s",
             remedy="Read the log of the worker that holds the rows, or raise deadlines.step_s",
         )
