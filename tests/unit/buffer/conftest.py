@@ -110,7 +110,7 @@ class Bench:
         self.through_a(store, count)
         self.through_b(store, count)
 
-    def keys(self, part: str = "") -> list[str]:
+    def key_names(self, part: str = "") -> list[str]:
         """Keys of the server that contain `part`."""
         return sorted(key.decode() for key in self.client.keys("*") if part in key.decode())
 

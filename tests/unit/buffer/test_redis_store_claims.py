@@ -23,10 +23,10 @@ def test_a_repeated_put_is_a_no_op_and_leaves_no_payload_behind(bench):
     store = bench.store()
     rows = bench.rows(0, 4)
     assert store.put("train", rows, producer="p", sequence=7, group_size=2)
-    before = bench.keys()
+    before = bench.key_names()
     assert not store.put("train", rows, producer="p", sequence=7, group_size=2)
     assert not store.put("train", rows, producer="p", sequence=6, group_size=2)
-    assert bench.keys() == before
+    assert bench.key_names() == before
     assert store.counts("train").admitted == 4
 
 
@@ -176,9 +176,9 @@ def test_a_replaced_piece_of_payload_is_unlinked_and_not_counted_twice(bench):
     bench.put(store, 4)
     claim = bench.take(store, "a", 4)
     store.write(claim, bench.y([1, 2, 3, 4]))
-    once = (len(bench.keys("payload:")), store.counts("train").payload_bytes)
+    once = (len(bench.key_names("payload:")), store.counts("train").payload_bytes)
     store.write(claim, bench.y([5, 6, 7, 8]))
-    assert (len(bench.keys("payload:")), store.counts("train").payload_bytes) == once
+    assert (len(bench.key_names("payload:")), store.counts("train").payload_bytes) == once
     assert store.read("train", claim.ranges, ["y"])["y"].to_pylist() == [[v, v] for v in (5, 6, 7, 8)]
 
 
@@ -266,10 +266,10 @@ def test_a_write_under_an_ended_claim_is_fenced_and_leaves_no_payload(bench):
     bench.put(store, 2)
     claim = bench.take(store, "a", 2)
     store.release(claim)
-    before = bench.keys()
+    before = bench.key_names()
     with pytest.raises(Fenced, match=r"stage 'a' in table 'train'"):
         store.write(claim, bench.y([1, 2]))
-    assert bench.keys() == before
+    assert bench.key_names() == before
 
 
 def test_thousands_of_one_row_chunks_can_be_claimed_as_one_batch(bench):

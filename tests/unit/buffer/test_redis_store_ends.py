@@ -102,8 +102,8 @@ def test_payload_is_held_until_the_recorder_acked(bench):
     claim = bench.take(store, "recorder", 2)
     assert store.read("train", claim.ranges, ["x"])["x"].to_pylist() == [0, 1]
     store.ack(claim)
-    assert bench.keys("payload:") == []
-    assert bench.keys("chunk:") == []
+    assert bench.key_names("payload:") == []
+    assert bench.key_names("chunk:") == []
     assert store.counts("train").payload_bytes == 0
 
 
@@ -114,13 +114,13 @@ def test_trained_rows_are_held_until_a_checkpoint_covers_their_step(bench):
     for step in (4, 5):
         store.finish(bench.take(store, "end", 2), "trained", step=step)
     store.ack(bench.take(store, "recorder", 4))
-    assert len(bench.keys("chunk:")) == 2
+    assert len(bench.key_names("chunk:")) == 2
     store.advance(4)
     store.advance(4)
-    assert len(bench.keys("chunk:")) == 1
+    assert len(bench.key_names("chunk:")) == 1
     assert store.read("train", [RowRange("p.1", 0, 2)], ["z"])["z"].to_pylist() == [100.0, 101.0]
     store.advance(9)
-    assert bench.keys("payload:") == []
+    assert bench.key_names("payload:") == []
 
 
 def test_a_recorder_slower_than_the_checkpoint_still_gets_its_rows(bench):
@@ -131,7 +131,7 @@ def test_a_recorder_slower_than_the_checkpoint_still_gets_its_rows(bench):
     claim = bench.take(store, "recorder", 1)
     assert bench.xs(claim) == [0]
     store.ack(claim)
-    assert bench.keys("chunk:") == []
+    assert bench.key_names("chunk:") == []
 
 
 def test_rows_trained_in_a_step_that_is_durable_already_are_not_held(bench):
@@ -139,7 +139,7 @@ def test_rows_trained_in_a_step_that_is_durable_already_are_not_held(bench):
     store.advance(7)
     bench.ready_for_end(store, 1)
     store.finish(bench.take(store, "end", 1), "trained", step=7)
-    assert bench.keys("chunk:") == []
+    assert bench.key_names("chunk:") == []
 
 
 def test_trained_without_a_step_is_refused(bench):
@@ -198,6 +198,6 @@ def test_a_table_comes_back_to_its_base_keys(bench):
         store.finish(bench.take(store, "end", 1), "trained", step=step)
         store.ack(bench.take(store, "recorder", 1))
         store.advance(step)
-        base = base or bench.keys()
-        assert bench.keys() == base
+        base = base or bench.key_names()
+        assert bench.key_names() == base
         bench.put(store, 1)

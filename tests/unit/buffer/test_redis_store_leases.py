@@ -149,4 +149,4 @@ def test_an_operation_repeated_after_its_reply_was_lost_is_applied_once(bench):
     assert (counts.ended, counts.redelivered, counts.leased["b"]) == ({"filtered(no)": 2}, 2, 0)
     assert len(sent) > 4
     store.ack(bench.take(store, "recorder", 2))
-    assert bench.keys("payload:") == []
+    assert bench.key_names("payload:") == []

@@ -28,7 +28,7 @@ class Waiting:
     def registered(self):
         """Return when the server knows of the wait."""
         end = time.monotonic() + 20
-        while not self.bench.keys("waiters"):
+        while not self.bench.key_names("waiters"):
             assert time.monotonic() < end, "the wait did not register"
             time.sleep(0.002)
         return self
@@ -44,7 +44,7 @@ def test_a_wait_that_is_met_returns_at_once(bench):
     store = bench.store()
     bench.put(store, 2)
     assert store.wait([Interest("train", "a", rows=2)], timeout_s=_LONG_S)
-    assert bench.keys("waiters") == []
+    assert bench.key_names("waiters") == []
 
 
 def test_a_wait_that_is_not_met_ends_with_its_time(bench):
@@ -52,7 +52,7 @@ def test_a_wait_that_is_not_met_ends_with_its_time(bench):
     bench.put(store, 2)
     assert not store.wait([Interest("train", "a", rows=3)], timeout_s=0.05)
     assert not store.wait([Interest("train", "a", rows=3)], timeout_s=0)
-    assert bench.keys("waiters") == []
+    assert bench.key_names("waiters") == []
 
 
 def test_a_put_wakes_the_waiter(bench):
@@ -66,7 +66,7 @@ def test_a_waiter_for_many_rows_is_not_woken_by_few(bench):
     store, other = bench.store(worker="w1"), bench.store(worker="w2")
     waiting = Waiting(bench, store, [Interest("train", "a", rows=3)]).registered()
     bench.put(other, 2)
-    assert bench.keys("waiters"), "still registered: nobody woke it"
+    assert bench.key_names("waiters"), "still registered: nobody woke it"
     bench.put(other, 1)
     assert waiting.woken() is True
 
@@ -98,8 +98,8 @@ def test_two_tables_are_waited_for_at_once(bench):
     waiting = Waiting(bench, store, [Interest("train", "a"), Interest("eval", "a")]).registered()
     writer.put("eval", bench.rows(0, 1), producer="p", sequence=0, group_size=1)
     assert waiting.woken() is True
-    assert bench.keys("waiters") == []
-    assert bench.keys("wake:") == []
+    assert bench.key_names("waiters") == []
+    assert bench.key_names("wake:") == []
 
 
 def test_a_readable_descriptor_ends_the_wait(bench):
@@ -133,7 +133,7 @@ def test_many_waits_in_turn_leave_no_token_behind(bench):
         assert waiting.woken() is True
         assert store.claim("train", "a", max_rows=1).count == 1
         assert not store.wait([Interest("train", "a")], timeout_s=0.001)
-    assert bench.keys("wake:") == []
+    assert bench.key_names("wake:") == []
 
 
 def test_an_expiring_lease_wakes_the_waiter_without_anybody_elses_doing(bench):
@@ -201,10 +201,10 @@ def test_a_table_that_stays_full_names_the_stage_that_must_drain(bench):
     store = bench.store(bench.table(capacity_rows=4), put_timeout_s=0.1)
     bench.put(store, 4)
     bench.through_a(store, 3)
-    payload = bench.keys("payload:")
+    payload = bench.key_names("payload:")
     with pytest.raises(DeadlineExceeded, match=r"4 of 4 rows live.*room for 1.*Stage 'b' must drain \(3 rows"):
         store.put("train", bench.rows(900, 1), producer="p", sequence=9, group_size=1)
-    assert bench.keys("payload:") == payload
+    assert bench.key_names("payload:") == payload
     assert store.counts("train").admitted == 4
 
 
