@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shlex
 import signal
 import subprocess
 import sys
@@ -26,15 +25,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from rlmq.common.errors import ExitCode, RlmqError
+from rlmq.common.errors import ExitCode
 from rlmq.common.processes import describe_exit, last_lines, reap, signal_group, spawn
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller import guard
 from rlmq.controller.commands import ProcessSpec
+from rlmq.controller.last_words import failure, indented, used_up
 from rlmq.controller.restarts import RestartBudget, judge
 from rlmq.controller.server import Server, remove_socket_folder
 
 _TICK_S = 0.25
+_SIGNAL_CODES = 128
+"""Exit codes from here on mean that a signal asked for the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._stop_signal: int | None = None
         self._stop_at_s = 0.0
+        self._failed: Outcome | None = None
         self._guard: subprocess.Popen[bytes] | None = None
 
     def run(self) -> Outcome:
@@ -203,23 +206,27 @@ class Supervisor:
         return code
 
     def _controller_ended(self, process: Supervised, code: int) -> Outcome | None:
+        if self._failed is not None:
+            return self._end(self._failed)
         if self._stop_signal is not None:
-            asked = 128 + self._stop_signal
-            if code < 0 or code in (ExitCode.RESTART, ExitCode.INTERRUPTED, ExitCode.TERMINATED):
-                return self._end(Outcome(asked))
-            if code == 0:
-                return self._end(Outcome(asked if self._stop_signal == signal.SIGINT else 0))
-            return self._end(Outcome(code, self._failure(process, code)))
-        match judge(code, controller=True):
-            case "finished":
-                return self._end(Outcome(0))
-            case "restart":
-                return self._restart(process, code)
-            case _:
-                return self._end(Outcome(code, "" if code >= 128 else self._failure(process, code)))
+            return self._end(self._as_asked(process, code, self._stop_signal))
+        verdict = judge(code, controller=True)
+        if verdict == "restart":
+            return self._restart(process, code)
+        told = verdict == "fatal" and code < _SIGNAL_CODES
+        return self._end(Outcome(code, self._failure(process, code) if told else ""))
+
+    def _as_asked(self, process: Supervised, code: int, number: int) -> Outcome:
+        """The end after a signal: 130 for Ctrl-C; after SIGTERM 0 when the run was finished, else 143."""
+        asked = 128 + number
+        if code < 0 or code >= _SIGNAL_CODES or code == ExitCode.RESTART:
+            return Outcome(asked)
+        if code == 0:
+            return Outcome(asked if number == signal.SIGINT else 0)
+        return Outcome(code, self._failure(process, code))
 
     def _worker_ended(self, process: Supervised, code: int) -> Outcome | None:
-        if self._stop_signal is not None:
+        if self._stop_signal is not None or self._failed is not None:
             return None
         match judge(code, controller=False):
             case "finished":
@@ -227,14 +234,21 @@ class Supervisor:
             case "restart":
                 return self._restart(process, code)
             case _:
-                return self._end(Outcome(code, self._failure(process, code)))
+                # The controller heard of it too: a moment for it to write the run's summary and end.
+                self._failed = Outcome(code, self._failure(process, code))
+                self._stop_at_s = time.monotonic()
+                return None
 
     def _restart(self, process: Supervised, code: int) -> Outcome | None:
         now = time.monotonic()
         wait_s = process.budget.spend(now)
         if wait_s is None:
             exit_code = code if code > 0 else int(ExitCode.RESTART)
-            return self._end(Outcome(exit_code, self._exhausted(process, code)))
+            budget = process.budget
+            restarts = f"{budget.limit} restarts within {budget.window_s / 60:g} minutes"
+            spec = process.spec
+            words = used_up(spec.name, process.log, process.log_from_byte, code, spec.argv, restarts)
+            return self._end(Outcome(exit_code, words))
         process.start_at_s = now + wait_s
         used, limit = len(process.budget.spent), process.budget.limit
         self._event(f"{process.spec.name} ended with {describe_exit(code)}; starting it again ({used} of {limit})")
@@ -242,7 +256,7 @@ class Supervisor:
 
     def _look_at_server(self) -> Outcome | None:
         server = self._server
-        if server is None or server.child is None or self._stop_signal is not None:
+        if server is None or server.child is None or self._stop_signal is not None or self._failed is not None:
             return None
         code = reap(server.child)
         if code is None:
@@ -252,7 +266,7 @@ class Supervisor:
         now = time.monotonic()
         wait_s = self._server_budget.spend(now)
         if wait_s is None:
-            tail = _indented(last_lines(server.log, 5))
+            tail = indented(last_lines(server.log, 5))
             got = f"{describe_exit(code)} again and again; its last lines:\n{tail}\n"
             message = f"Redis server: got {got}See {server.log}."
             return self._end(Outcome(int(ExitCode.DEPENDENCY), message))
@@ -267,6 +281,8 @@ class Supervisor:
                 self._event("the controller did not end in time")
                 return self._end(Outcome(128 + self._stop_signal))
             return None
+        if self._failed is not None:
+            return self._end(self._failed) if now - self._stop_at_s >= self._patience.farewell_s else None
         if self._server is not None and self._server_start_at_s is not None and now >= self._server_start_at_s:
             self._server_start_at_s = None
             self._watch_group(self._server.start().pid)
@@ -321,24 +337,7 @@ class Supervisor:
         remove_socket_folder(self._run)
 
     def _failure(self, process: Supervised, code: int) -> str:
-        """The process's own `error:` line, with its name and log."""
-        lines = last_lines(process.log, 200, from_byte=process.log_from_byte)
-        said = [n for n, line in enumerate(lines) if line.startswith("error: ")]
-        if said:
-            text = "\n".join([lines[said[-1]].removeprefix("error: "), *lines[said[-1] + 1 :]])
-        else:
-            text = f"it ended with {describe_exit(code)}; its last lines:\n{_indented(lines[-5:])}\n"
-        return f"{process.spec.name}: {text} (log: {process.log})"
-
-    def _exhausted(self, process: Supervised, code: int) -> str:
-        budget = process.budget
-        lines = last_lines(process.log, 8, from_byte=process.log_from_byte)
-        memory = " The kernel does this when memory is short: see `dmesg`." if code == -signal.SIGKILL else ""
-        return (
-            f"{process.spec.name}: got {describe_exit(code)} after {budget.limit} restarts within "
-            f"{budget.window_s / 60:g} minutes, expected a process that stays.{memory}\n"
-            f"command: {shlex.join(process.spec.argv)}\nlast lines of {process.log}:\n{_indented(lines)}"
-        )
+        return failure(process.spec.name, process.log, process.log_from_byte, code)
 
     @contextlib.contextmanager
     def _armed(self) -> Iterator[int]:
@@ -395,10 +394,3 @@ class Supervisor:
 
 def _on_child(_number: int, _frame: FrameType | None) -> None:
     """Only wakes the loop."""
-
-
-def _indented(lines: Sequence[str]) -> str:
-    return "\n".join(f"  {line}" for line in lines)
-
-
-__all__ = ["Outcome", "Patience", "RlmqError", "Supervisor"]

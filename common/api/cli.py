@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -140,7 +141,10 @@ def algorithms() -> int:
 
 def main() -> None:
     """Entry point."""
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before or after the command itself
+        sys.exit(130)
 
 
 if __name__ == "__main__":

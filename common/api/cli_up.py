@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rlmq.common.errors import ExitCode, UsageError
+from rlmq.common.processes import signal_group, spawn
 from rlmq.common.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -97,17 +100,22 @@ def _check_in_child(path: Path, overrides: Sequence[str]) -> int:
         UsageError: the check takes too long.
     """
     argv = [sys.executable, "-P", "-m", "rlmq.cli", "check", str(path), *overrides]
+    child = spawn(argv, output=subprocess.PIPE)
     try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=_CHECK_S, check=False
-        )
+        said, _ = child.communicate(timeout=_CHECK_S)
     except subprocess.TimeoutExpired as error:
         raise UsageError(
             "the check of what the recipe names",
             got=f"no end after {_CHECK_S:g} s",
             remedy="Look for a reward or data file that hangs when it is imported: `rlmq check` does the same",
         ) from error
-    return 128 - done.returncode if done.returncode < 0 else done.returncode
+    finally:
+        if child.returncode is None:
+            signal_group(child.pid, signal.SIGKILL)
+            child.wait()
+    if child.returncode != 0:
+        sys.stderr.write(said.decode(errors="replace"))
+    return 128 - child.returncode if child.returncode < 0 else child.returncode
 
 
 def _print_plan(loaded: LoadedRecipe, run: RunFolder) -> None:
@@ -144,6 +152,4 @@ def _value(recipe: Recipe, key: str) -> object:
 
 
 def _quoted(argv: Sequence[str]) -> str:
-    import shlex
-
     return shlex.join(argv)

@@ -149,13 +149,16 @@ def controller_main(process: Process) -> int:
         process.recipe, process.run, process.store, process.calls, process.fingerprint, process.log
     )
     deadline = time.monotonic() + EPOCH_LEASE_S + _LEASE_MARGIN_S
+    told = False
     while True:
         try:
             return controller.main()
         except SecondController as error:
             if time.monotonic() >= deadline:
                 raise
-            process.log.info("waiting for a lease", reason=str(error))
+            if not told:
+                process.log.info("waiting for the lease of another controller", reason=str(error))
+            told = True
             time.sleep(_LEASE_PAUSE_S)
 
 
