@@ -16,7 +16,7 @@ HEAVY = ("torch", "transformers", "matplotlib")
 
 
 def light_modules() -> list[str]:
-    """Modules that run in the controller, the reward workers, the recorder, the prompts worker or the command."""
+    """Modules that run in the controller, the reward workers, the recorder or the command."""
     modules = ["rlmq", "rlmq.common.worker", "rlmq.common.columns"]
     patterns = {
         "rlmq": "common/api/**/*.py",
