@@ -55,6 +55,7 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         UsageError: the folder has no model that transformers can load without running the folder's code.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -62,16 +63,26 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     try:
         # Padding masks need sdpa or eager; sdpa never materialises the scores of all heads.
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel
+        model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
+            output_loading_info=True,
             attn_implementation="sdpa",
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise _unloadable("model", folder, error) from error
+    if report["missing_keys"]:
+        # transformers would fill them with random numbers.
+        raise UsageError(
+            f"model {folder}",
+            got=f"no weights for {min(report['missing_keys'])}",
+            expected="every tensor of a causal language model",
+            remedy="Name the folder of a whole model",
+        )
     return model
 
 
@@ -87,7 +98,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         raise _unloadable("tokenizer", Path(path), error) from error
     return tokenizer
 

@@ -33,19 +33,29 @@ def grouped_sdpa(
     kv_heads = key.shape[1]
     groups = heads // kv_heads
     per_head_mask = attention_mask is not None and attention_mask.shape[1] != 1
-    if new != 1 or groups == 1 or per_head_mask or kwargs.get("position_bias") is not None:
+    unusual = per_head_mask or dropout > 0 or kwargs.get("position_bias") is not None
+    if new != 1 or unusual or torch.is_grad_enabled():
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query.reshape(rows, kv_heads, groups, dim),
-        key,
-        value,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        scale=scaling,
-    )
+    folded = query.reshape(rows, kv_heads, groups, dim)
+    if query.device.type == "cpu":
+        out = _by_products(folded, key, value, attention_mask, dim**-0.5 if scaling is None else scaling)
+    else:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            folded, key, value, attn_mask=attention_mask, scale=scaling
+        )
     return out.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+def _by_products(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Two matrix products and a softmax: with so few queries twice as fast as torch's fused kernel on the CPU."""
+    scores = torch.matmul(query * scaling, key.transpose(-1, -2))
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype is torch.bool else scores.add_(mask)
+    return torch.matmul(scores.softmax(dim=-1), value)
 
 
 def use_grouped_sdpa(model: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Let the model's float32 CPU linears compute through oneDNN where there is no gradient to record."""
+    """Let the model's float32 CPU linears compute through oneDNN in inference mode, and in it only."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return
     for module in model.modules():
@@ -27,7 +27,7 @@ def use_onednn(model: nn.Module) -> None:
 
 
 def _linear(module: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
-    if torch.is_grad_enabled() or rows.dtype is not torch.float32:
+    if not torch.is_inference_mode_enabled() or rows.dtype is not torch.float32:
         return nn.functional.linear(rows, module.weight, module.bias)
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, module.weight, module.bias, "none", [], "")
     return product

@@ -42,7 +42,7 @@ class HfEngine:
     def __init__(self, model: PreTrainedModel, *, pad_id: int, eos_ids: Sequence[int], max_batch: int) -> None:
         if max_batch < 1:
             raise UsageError("rollout.batch_size_per_device", got=max_batch, expected="at least 1")
-        self._model = model.eval().requires_grad_(False)
+        self._model = model.eval()
         use_grouped_sdpa(self._model)
         use_onednn(self._model)
         self._weights = StagedWeights(self._model)
