@@ -26,11 +26,12 @@ FORBIDDEN = {
 }
 
 
-def run(command: Sequence[str], *, cwd: Path, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
-    """Run to the end and fail with both outputs."""
+def run(command: Sequence[str], *, cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run to the end, with `extra` environment, and fail with both outputs."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    environment |= extra
     ended = subprocess.run(
-        list(command), cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        list(command), cwd=cwd, env=environment, capture_output=True, text=True, timeout=110, check=False
     )
     assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
     return ended
@@ -47,7 +48,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(source, tree / name)
     out = tmp_path_factory.mktemp("dist")
-    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), "."], cwd=tree)
+    # The build hook that pip calls, in the base interpreter: setuptools breaks in an environment with $ in its path.
+    build = f"import setuptools.build_meta as hook; hook.build_wheel({str(out)!r})"
+    base = getattr(sys, "_base_executable", sys.executable)
+    run([base, "-c", build], cwd=tree, PYTHONPATH=sysconfig.get_path("purelib"))
     return next(out.glob("rlmq-*.whl"))
 
 
