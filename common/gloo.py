@@ -1,26 +1,29 @@
 """Weights between two processes over gloo: one disposable two-member group per generation and receiver.
 
-The stream of all tensors' bytes, in manifest order, is cut into buckets of equal size. Each bucket ends
-with its number and a checksum. Two buffers on each side: one is on the wire while the other is packed or
-unpacked. A receiver that dies or stops ends its own lane only.
+All tensors travel in manifest order, packed in buckets that end with their number and a checksum. There are two
+buffers on each side: one is on the wire while the other is packed or unpacked. A receiver that dies or stops
+ends its own lane only.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from rlmq.common.errors import DeadlineExceeded, IntegrityError, RlmqError, UsageError
+from rlmq.common.weight_buckets import Bucket, Bytes, Piece, bytes_of, cut
 from rlmq.common.weights import Rendezvous, TensorSpec, TransferStats, WeightManifest
 
 if TYPE_CHECKING:
@@ -41,9 +44,10 @@ _DTYPES = {
 }
 _HOST = "127.0.0.1"
 _SENDER, _RECEIVER = 0, 1
-_WORD_BYTES = 8
-_TRAILER_WORDS = 3  # bucket number, two sums
-_ACK_TAG = 1 << 20
+_HEADER = "header"
+_VERDICT_TAG = 1 << 30
+# A verdict is the number of a damaged bucket, or:
+_ALL_WHOLE, _NO_VERDICT = -1, -2
 
 
 class GlooTransport:
@@ -52,7 +56,7 @@ class GlooTransport:
     Nothing is read from `MASTER_ADDR` or `MASTER_PORT`: every generation listens on a free port of its own.
     """
 
-    def __init__(self, *, timeout_s: float = 120.0, bucket_bytes: int = 64 << 20) -> None:
+    def __init__(self, *, timeout_s: float = 120.0, bucket_bytes: int = 16 << 20) -> None:
         self._timeout_s = timeout_s
         self._bucket_bytes = bucket_bytes
         self._stores: dict[str, dist.TCPStore] = {}
@@ -81,6 +85,8 @@ class GlooTransport:
     ) -> TransferStats:
         """Send every tensor to every member, each in a lane of its own; returns when all have confirmed.
 
+        Tensors that are the same memory (tied weights) travel once.
+
         Raises:
             DeadlineExceeded: a member did not come or stopped; names it, the bucket and the generation.
             IntegrityError: a member received damaged bytes, or `tensors` are not those of the manifest.
@@ -93,9 +99,12 @@ class GlooTransport:
             )
         started = time.monotonic()
         own = _checked(manifest, tensors)
-        store.set("manifest", _digest(manifest).hex())  # type: ignore[arg-type]  # bytes are fine; torch's stub says str
+        aliases = _aliases(own)
+        header = _Header(_digest(manifest), self._bucket_bytes, aliases)
+        store.set(_HEADER, msgspec.json.encode(header).decode())
+        stream = [tensor for name, tensor in own if name not in aliases]
         lanes = [
-            _Lane(meeting, member, store, own, self._bucket_bytes, started + meeting.timeout_s)
+            _Lane(meeting, member, stream, self._bucket_bytes, started + meeting.timeout_s)
             for member in meeting.members
         ]
         threads = [threading.Thread(target=lane.run, name=f"weights-{lane.member}") for lane in lanes]
@@ -105,10 +114,12 @@ class GlooTransport:
             thread.join()
         del self._stores[meeting.generation]
         _raise_failures(meeting, lanes)
-        return TransferStats(manifest.total_bytes * len(lanes), time.monotonic() - started)
+        return TransferStats(sum(t.nbytes for t in stream) * len(lanes), time.monotonic() - started)
 
     def receive(self, meeting: Rendezvous, member: str, manifest: WeightManifest, sink: Sink) -> TransferStats:
-        """Receive every tensor and hand it to `sink`, whole and checked.
+        """Receive every tensor and hand it to `sink`, whole and checked; its memory is used again afterwards.
+
+        An alias of tied weights comes right after the tensor that it is equal to.
 
         Raises:
             IntegrityError: a bucket's checksum differs, or the sender sends another manifest.
@@ -116,10 +127,10 @@ class GlooTransport:
         """
         started = time.monotonic()
         clock = _Clock(started + meeting.timeout_s, f"weight transfer {meeting.generation} to {member}")
-        with clock.names("the meeting place"):
+        with clock.names("the sender at the meeting place"):
             store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=clock.left())
-            offered = bytes(store.get("manifest"))
-        if offered.decode() != _digest(manifest).hex():
+            header = msgspec.json.decode(bytes(store.get(_HEADER)), type=_Header)
+        if header.manifest != _digest(manifest):
             raise IntegrityError(
                 clock.subject,
                 got="another manifest than the sender's",
@@ -128,8 +139,17 @@ class GlooTransport:
             )
         with clock.names("the sender to join"):
             group = _group(store, member, _RECEIVER, clock.left())
-        _Intake(group, clock, manifest, self._bucket_bytes, sink).run()
-        return TransferStats(manifest.total_bytes, time.monotonic() - started)
+        moved = _Intake(group, clock, manifest, header, sink).run()
+        return TransferStats(moved, time.monotonic() - started)
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """What the sender tells before the first bucket: digest of its manifest, size of buckets, and which
+    tensors are not sent because they are the same as another."""
+
+    manifest: str
+    bucket_bytes: int
+    aliases: dict[str, str]
 
 
 def _checked(manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
@@ -146,8 +166,20 @@ def _checked(manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor
     return own
 
 
-def _digest(manifest: WeightManifest) -> bytes:
-    return hashlib.sha256(msgspec.msgpack.encode(manifest)).digest()
+def _aliases(tensors: Tensors) -> dict[str, str]:
+    """Names of tensors that are the memory of an earlier one, and whose."""
+    owners: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors:
+        memory = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        owner = owners.setdefault(memory, name) if tensor.numel() else name
+        if owner != name:
+            aliases[name] = owner
+    return aliases
+
+
+def _digest(manifest: WeightManifest) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(manifest)).hexdigest()
 
 
 def _group(store: dist.Store, member: str, rank: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -162,6 +194,9 @@ def _group(store: dist.Store, member: str, rank: int, timeout: timedelta) -> dis
 
 def _raise_failures(meeting: Rendezvous, lanes: Sequence[_Lane]) -> None:
     failures = {lane.member: lane.failure for lane in lanes if lane.failure is not None}
+    for failure in failures.values():
+        if not isinstance(failure, RlmqError):
+            raise failure
     if not failures:
         return
     damaged = any(isinstance(f, IntegrityError) for f in failures.values())
@@ -189,6 +224,12 @@ class _Clock:
         return _Naming(self.subject, what)
 
 
+def _reason(error: RuntimeError) -> str:
+    """What gloo says, without its source line and its advice."""
+    first = str(error).splitlines()[0]
+    return re.sub(r"^\[[^\]]*\.(cc|cpp|h):\d+\] ", "", first).split(". This is typically")[0]
+
+
 @dataclass(slots=True)
 class _Naming:
     subject: str
@@ -199,87 +240,7 @@ class _Naming:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, RlmqError):
-            reason = str(error).splitlines()[0]
-            raise DeadlineExceeded(self.subject, got=reason, expected=self.what) from error
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """A message: payload bytes, padding to whole words, trailer. `words` is the same memory as int64."""
-
-    words: torch.Tensor
-
-    @classmethod
-    def allocate(cls, bucket_bytes: int) -> _Bucket:
-        payload = -(-bucket_bytes // _WORD_BYTES)
-        return cls(torch.zeros(payload + _TRAILER_WORDS, dtype=torch.int64))
-
-    def message(self, payload_bytes: int) -> torch.Tensor:
-        """The words of a bucket with so much payload."""
-        return self.words[: -(-payload_bytes // _WORD_BYTES) + _TRAILER_WORDS]
-
-    def payload(self, payload_bytes: int) -> torch.Tensor:
-        """The payload as uint8 [payload_bytes]."""
-        return self.words.view(torch.uint8)[:payload_bytes]
-
-    def seal(self, payload_bytes: int, number: int) -> None:
-        """Write the trailer."""
-        message = self.message(payload_bytes)
-        message[-_TRAILER_WORDS] = number
-        message[-_TRAILER_WORDS + 1 :] = _sums(message[:-_TRAILER_WORDS])
-
-    def is_whole(self, payload_bytes: int, number: int) -> bool:
-        """Whether number and sums are right."""
-        message = self.message(payload_bytes)
-        sums = _sums(message[:-_TRAILER_WORDS])
-        return int(message[-_TRAILER_WORDS]) == number and bool((message[-_TRAILER_WORDS + 1 :] == sums).all())
-
-
-def _sums(words: torch.Tensor) -> torch.Tensor:
-    """Two sums modulo 2^64 [2]: of all words, and of lines of 512 words weighted by their number.
-
-    The first changes with any flipped bit; the second also when lines change places (as in Fletcher's sum).
-    """
-    whole = words.numel() // 512
-    lines = words[: whole * 512].view(whole, 512).sum(dim=1)
-    rest = words[whole * 512 :].sum()
-    weights = torch.arange(1, whole + 1)
-    return torch.stack([lines.sum() + rest, (lines * weights).sum() - rest])
-
-
-@dataclass(slots=True)
-class _Piece:
-    """`size` bytes of tensor `index` from its byte `start`, at byte `offset` of a bucket."""
-
-    index: int
-    start: int
-    offset: int
-    size: int
-
-
-def _buckets(sizes: Sequence[int], bucket_bytes: int) -> Iterator[tuple[int, list[_Piece]]]:
-    """Cut the stream of tensors of these byte sizes; yields (payload bytes, pieces) per bucket.
-
-    Empty tensors are in no piece.
-    """
-    pieces: list[_Piece] = []
-    filled = 0
-    for index, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            taken = min(size - start, bucket_bytes - filled)
-            pieces.append(_Piece(index, start, filled, taken))
-            start += taken
-            filled += taken
-            if filled == bucket_bytes:
-                yield filled, pieces
-                pieces, filled = [], 0
-    if pieces:
-        yield filled, pieces
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+            raise DeadlineExceeded(self.subject, got=_reason(error), expected=self.what) from error
 
 
 @dataclass(slots=True)
@@ -288,48 +249,44 @@ class _Lane:
 
     meeting: Rendezvous
     member: str
-    store: dist.Store
-    tensors: Tensors
+    stream: Sequence[torch.Tensor]
     bucket_bytes: int
     deadline: float
-    failure: RlmqError | None = field(default=None)
+    failure: Exception | None = field(default=None)
 
     def run(self) -> None:
         """Send everything and wait for the confirmation; an error stays in `failure`."""
+        verdict = torch.full((1,), _NO_VERDICT, dtype=torch.int64)
+        clock = _Clock(self.deadline, f"member {self.member}")
         try:
-            self._send(_Clock(self.deadline, f"member {self.member}"))
-        except RlmqError as error:
+            self._send(clock, verdict)
+        except Exception as error:  # noqa: BLE001  (the thread's edge: `send` raises it)
             self.failure = error
+        if int(verdict) >= 0:
+            self.failure = IntegrityError(clock.subject, got=f"damaged bytes in bucket {int(verdict)}")
 
-    def _send(self, clock: _Clock) -> None:
+    def _send(self, clock: _Clock, verdict: torch.Tensor) -> None:
         with clock.names("to join the group"):
-            # A prefix store shares the server's client connection; a lane that blocks must not block the others.
+            # One client connection per lane: a wait on a shared one would block the other lanes.
             store = dist.TCPStore(self.meeting.host, self.meeting.port, is_master=False, timeout=clock.left())
             group = _group(store, self.member, _SENDER, clock.left())
-        slots = [_Bucket.allocate(self.bucket_bytes) for _ in range(2)]
+            # Awaited from the start: a receiver that finds damage does not take the buckets after it.
+            answered = group.recv([verdict], _RECEIVER, _VERDICT_TAG)
+        slots = [Bucket(self.bucket_bytes) for _ in range(2)]
         sent: list[Work | None] = [None, None]
-        number = -1
-        for number, (size, pieces) in enumerate(_buckets([t.nbytes for _, t in self.tensors], self.bucket_bytes)):
-            slot = number % 2
-            _finish(sent[slot], clock, f"to take bucket {number - 2}")
-            payload = slots[slot].payload(size)
+        for number, (size, pieces) in enumerate(cut([t.nbytes for t in self.stream], self.bucket_bytes)):
+            bucket = slots[number % 2]
+            _finish(sent[number % 2], clock, f"to take bucket {number - 2}")
             for p in pieces:
-                payload[p.offset : p.offset + p.size].copy_(
-                    _bytes_of(self.tensors[p.index][1])[p.start : p.start + p.size]
-                )
-            slots[slot].seal(size, number)
+                bucket.payload[p.offset : p.offset + p.size] = bytes_of(self.stream[p.index])[
+                    p.start : p.start + p.size
+                ]
+            bucket.seal(size, number)
             with clock.names(f"to take bucket {number}"):
-                sent[slot] = group.send([slots[slot].message(size)], _RECEIVER, number)
-        for ahead in (1, 0):
-            _finish(sent[(number - ahead) % 2], clock, f"to take bucket {number - ahead}")
-        self._confirm(group, clock)
-
-    def _confirm(self, group: dist.ProcessGroup, clock: _Clock) -> None:
-        verdict = torch.zeros(1, dtype=torch.int64)
-        with clock.names("to confirm"):
-            group.recv([verdict], _RECEIVER, _ACK_TAG).wait(clock.left())
-        if int(verdict) >= 0:
-            raise IntegrityError(clock.subject, got=f"damaged bytes in bucket {int(verdict)}")
+                sent[number % 2] = group.send([bucket.message(size)], _RECEIVER, number)
+        for work in sent:
+            _finish(work, clock, "to take the last buckets")
+        _finish(answered, clock, "to confirm the last bucket")
 
 
 def _finish(work: Work | None, clock: _Clock, what: str) -> None:
@@ -342,21 +299,25 @@ class _Intake:
     """The receiver's side of one lane."""
 
     def __init__(
-        self, group: dist.ProcessGroup, clock: _Clock, manifest: WeightManifest, bucket_bytes: int, sink: Sink
+        self, group: dist.ProcessGroup, clock: _Clock, manifest: WeightManifest, header: _Header, sink: Sink
     ) -> None:
         self._group = group
         self._clock = clock
-        self._specs = manifest.tensors
         self._sink = sink
-        self._slots = [_Bucket.allocate(bucket_bytes) for _ in range(2)]
+        self._twins: dict[str, list[str]] = {}
+        for alias, owner in header.aliases.items():
+            self._twins.setdefault(owner, []).append(alias)
+        self._specs = [spec for spec in manifest.tensors if spec.name not in header.aliases]
         self._sizes = [WeightManifest((spec,)).total_bytes for spec in self._specs]
-        self._buckets = list(_buckets(self._sizes, bucket_bytes))
-        self._open: dict[int, torch.Tensor] = {}
+        self._slots = [Bucket(header.bucket_bytes) for _ in range(2)]
+        self._buckets = list(cut(self._sizes, header.bucket_bytes))
+        # Tensors that are longer than a bucket come together here, one after the other.
+        self._long = np.empty(max((s for s in self._sizes if s > header.bucket_bytes), default=0), dtype=np.uint8)
 
-    def run(self) -> None:
-        """Take bucket after bucket, hand over each tensor when it is complete, confirm at the end."""
+    def run(self) -> int:
+        """Take bucket after bucket, hand over each tensor when it is complete, confirm; returns bytes moved."""
         for index in (i for i, size in enumerate(self._sizes) if size == 0):
-            self._sink(self._specs[index].name, self._empty(index))
+            self._deliver(index, np.empty(0, dtype=np.uint8))
         coming = self._post(0)
         for number, (size, pieces) in enumerate(self._buckets):
             arriving, coming = coming, self._post(number + 1)
@@ -365,12 +326,12 @@ class _Intake:
             if not bucket.is_whole(size, number):
                 self._answer(number)
                 raise IntegrityError(
-                    self._clock.subject,
-                    got=f"damaged bytes in bucket {number}",
-                    expected="the sender's checksum",
+                    self._clock.subject, got=f"damaged bytes in bucket {number}", expected="the sender's checksum"
                 )
-            self._unpack(bucket.payload(size), pieces)
-        self._answer(-1)
+            for piece in pieces:
+                self._take(piece, bucket.payload[piece.offset : piece.offset + piece.size])
+        self._answer(_ALL_WHOLE)
+        return sum(self._sizes)
 
     def _post(self, number: int) -> Work | None:
         if number >= len(self._buckets):
@@ -379,20 +340,24 @@ class _Intake:
         with self._clock.names(f"bucket {number}"):
             return self._group.recv([message], _SENDER, number)
 
-    def _unpack(self, payload: torch.Tensor, pieces: Sequence[_Piece]) -> None:
-        for p in pieces:
-            if p.index not in self._open:
-                self._open[p.index] = self._empty(p.index)
-            target = self._open[p.index].reshape(-1).view(torch.uint8)
-            target[p.start : p.start + p.size].copy_(payload[p.offset : p.offset + p.size])
-            if p.start + p.size == self._sizes[p.index]:
-                self._sink(self._specs[p.index].name, self._open.pop(p.index))
+    def _take(self, piece: Piece, payload: Bytes) -> None:
+        size = self._sizes[piece.index]
+        if piece.size == size:
+            self._deliver(piece.index, payload)
+            return
+        self._long[piece.start : piece.start + piece.size] = payload
+        if piece.start + piece.size == size:
+            self._deliver(piece.index, self._long[:size])
 
-    def _empty(self, index: int) -> torch.Tensor:
+    def _deliver(self, index: int, content: Bytes) -> None:
         spec = self._specs[index]
-        return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype])
+        tensor = torch.from_numpy(content).view(_DTYPES[spec.dtype]).reshape(spec.shape)
+        for name in (spec.name, *self._twins.get(spec.name, ())):
+            self._sink(name, tensor)
 
     def _answer(self, verdict: int) -> None:
         _finish(
-            self._group.send([torch.tensor([verdict])], _SENDER, _ACK_TAG), self._clock, "the sender's confirmation"
+            self._group.send([torch.tensor([verdict])], _SENDER, _VERDICT_TAG),
+            self._clock,
+            "the sender to take the verdict",
         )
