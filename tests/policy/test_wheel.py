@@ -48,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(source, tree / name)
     out = tmp_path_factory.mktemp("dist")
-    # The build hook that pip calls, in the base interpreter: setuptools breaks in an environment with $ in its path.
+    # The hook that pip calls, in the base interpreter: setuptools breaks in an environment with $ in its path.
     build = f"import setuptools.build_meta as hook; hook.build_wheel({str(out)!r})"
     base = getattr(sys, "_base_executable", sys.executable)
     run([base, "-c", build], cwd=tree, PYTHONPATH=sysconfig.get_path("purelib"))
