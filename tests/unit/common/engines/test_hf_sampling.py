@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlmq.common.engines.generation import Request, Sampling
 from rlmq.common.engines.token_choice import TokenChoice
@@ -87,6 +88,34 @@ def test_a_chunk_is_bit_equal_whatever_else_is_queued(
     among = {response.id: response for response in finished}
     assert {i: among[i] for i in alone} == alone
     assert {"before", "after"} < set(among)
+
+
+def test_a_chunk_is_bit_equal_where_batches_change_the_last_bits(
+    build_engine: Callable[..., Any], run_engine: Callable[..., Any], requests_for: Callable[..., Any]
+) -> None:
+    # given layers of SmolLM2's size: there, logits of one row and of eight differ in the last bits
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=66,
+    )
+    engine = build_engine(LlamaForCausalLM(config))
+    chunk = requests_for([[7] * n for n in (3, 30, 11)], Sampling(max_tokens=12), samples=8)
+    first = run_engine(engine, chunk)
+    # when the same chunk comes again, after and before others
+    engine.submit(requests_for([[9] * 17], Sampling(max_tokens=5), seed=3))
+    engine.submit([Request(f"x{i}", [i], Sampling(max_tokens=2), 0) for i in range(9)])
+    engine.step()
+    engine.abort([f"x{i}" for i in range(9)] + ["s0-0"])
+    # then its responses are equal to the last bit
+    assert run_engine(engine, chunk) == first
 
 
 def test_seed_and_id_change_the_tokens(build_engine: Callable[..., Any], run_engine: Callable[..., Any]) -> None:
