@@ -148,6 +148,13 @@ class Link:
         try:
             replies = self._functions(commands, len(calls), in_transaction=bool(payload))
         except redis.ResponseError as error:
+            if str(error).startswith("MISCONF"):
+                raise DependencyError(
+                    "Redis",
+                    got=str(error),
+                    expected="a server that can write its append-only file",
+                    remedy="Free disk space and give the same command again",
+                ) from error
             if "Function not found" not in str(error):
                 raise
             library.load(self._client)  # the server came back without it
