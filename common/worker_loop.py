@@ -166,7 +166,7 @@ class Worker:
         self._bell_rang.set()
 
     def _learn(self, desired: Desired | None) -> None:
-        if desired is None or (self._desired is not None and desired.version < self._desired.version):
+        if desired is None or (self._desired is not None and desired.version <= self._desired.version):
             return
         self._desired = desired
         if desired.phase == "stop":
