@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from rlmq.common.run_folder import RunFolder
 
@@ -114,7 +115,7 @@ def run_panel(
 ) -> RenderableType:
     """The live panel: phase and step, figures, activity per process, newest steps."""
     step, steps = _count(progress.get("step")), _count(progress.get("steps"))
-    figures = Table.grid(padding=(0, 3))
+    figures = Table.grid(padding=(0, 2))
     figures.add_row(
         f"phase [bold]{escape(str(progress.get('phase', 'starting')))}[/]",
         f"step [bold]{step}/{steps or '?'}[/]",
@@ -125,7 +126,7 @@ def run_panel(
         f"policy version {progress.get('policy_version', '-')}",
         f"staleness {number(progress.get('staleness'), 1)}",
         f"buffer {progress.get('buffer_rows', '-')}/{progress.get('buffer_capacity', '-')} rows",
-        f"{duration(elapsed_s)} elapsed, {duration(progress.get('eta_s'))} left",
+        f"{duration(elapsed_s)} + {duration(progress.get('eta_s'))} left",
     )
     activity = progress.get("activity")
     doing = activity if isinstance(activity, dict) else {}
@@ -133,7 +134,9 @@ def run_panel(
     parts: list[RenderableType] = [ProgressBar(total=max(steps, 1), completed=step), figures]
     if roles:
         parts.append(roles)
-    parts.extend(escape(describe_line(line, steps or None)) for line in newest if line.get("kind") != "eval")
+    for line in newest:
+        if line.get("kind") != "eval":
+            parts.append(Text(describe_line(line, steps or None), no_wrap=True, overflow="ellipsis"))
     return Panel(Group(*parts), title=escape(run_id), title_align="left")
 
 
