@@ -19,7 +19,7 @@ from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
 from rlmq.common.engines.micro_batches import build_micro_batch
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import MicroBatch, StepStats
-from rlmq.common.errors import DeadlineExceeded, IntegrityError, UsageError
+from rlmq.common.errors import DeadlineExceeded, IntegrityError, RlmqError, UsageError
 from rlmq.common.gloo import GlooTransport
 from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
 from rlmq.common.models import load_model, load_tokenizer, pad_id, resolve_model
@@ -300,7 +300,7 @@ class ActorRole:
         manifest = msgspec.convert(args["manifest"], WeightManifest)
         try:
             stats = self._transport.send(meeting, manifest, self._engine.shards())
-        except (DeadlineExceeded, IntegrityError) as error:  # a receiver's end is not the trainer's
+        except RlmqError as error:  # a receiver's end, or an offer of an earlier incarnation, is not the trainer's
             return {"failed": str(error)}
         WEIGHT_SYNC_BYTES.labels(direction="sent").inc(stats.bytes)
         WEIGHT_SYNC_SECONDS.labels(direction="sent").observe(stats.seconds)

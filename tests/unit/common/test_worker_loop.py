@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from rlmq.buffer.redis_calls import RedisCalls
 from rlmq.common.bus import ControllerBus
 from rlmq.common.calls import Call, Desired
