@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.algorithms.algorithm import Algorithm, RewardedBatch
