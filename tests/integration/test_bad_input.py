@@ -60,7 +60,7 @@ def test_the_recipe_as_it_is_works(cli: Any, recipe: Path) -> None:
 
 def test_unknown_key(cli: Any, recipe: Path) -> None:
     for verb in ("check", "up"):
-        refused(cli, USAGE, "train.learning_rat", "train.lr", args=(verb, recipe, "train.learning_rat=1"))
+        refused(cli, USAGE, "train.warmup_step", "warmup_steps", args=(verb, recipe, "train.warmup_step=1"))
 
 
 def test_wrong_type(cli: Any, recipe: Path) -> None:
