@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pytest
 import redis
-from hypothesis import HealthCheck, note, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -64,6 +65,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.valid: set[str] = set()
         self.over: set[str] = set()
         self.ended: dict[str, int] = {}
+        self.acked = dict.fromkeys(_NEEDS, 0)
         self.sequence, self.value, self.redelivered, self.durable = 0, 0, 0, -1
 
     @initialize(
@@ -109,12 +111,14 @@ class StoreMachine(RuleBasedStateMachine):
         for stage in _ORDINARY:
             if row.stages[stage] in ("waiting", "ready", "leased"):
                 row.stages[stage] = "acked" if stage == actor else "skipped"
+                self.acked[stage] += stage == actor
         row.stages["recorder"] = "ready"
 
     def ack_rows(self, claim, rows):
         for row in rows:
             if row.stages[claim.stage] == "leased":
                 row.stages[claim.stage] = "acked"
+                self.acked[claim.stage] += 1
             if claim.stage != "recorder" and all(row.stages[s] == "acked" for s in _ORDINARY):
                 self.end(row, "done", -1, None)
 
@@ -165,7 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- verbs -----------------------------------------------------------------------------------------------
 
-    @rule(groups=st.integers(1, 3), size=st.integers(1, 3), early=st.booleans())
+    @rule(groups=st.integers(1, 3), size=st.integers(1, 4), early=st.booleans())
     def put(self, groups, size, early):
         count = groups * size
         batch = {"x": [self.value + k for k in range(count)]}
@@ -190,7 +194,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.claim("train", stage, max_rows=most, min_rows=least)
             return
         claim = self.store.claim("train", stage, max_rows=most, min_rows=least)
-        note(f"claim {stage} {most} {least}: {claim and claim.ranges}")
+        print(f"claim {stage} {most} {least}: {claim and claim.ranges}")
         if claim is None:
             assert expected == []
             return
@@ -202,6 +206,26 @@ class StoreMachine(RuleBasedStateMachine):
             row.deliveries[stage] += 1
         self.claims.append((claim, expected))
         self.valid.add(claim.lease)
+
+    @rule(stage=st.sampled_from(["a", "b", "recorder"]), most=st.integers(1, 20))
+    def work(self, stage, most):
+        """What a healthy worker does: claim, write all that it writes, ack."""
+        before = len(self.claims)
+        self.claim(stage, most, 1)
+        if len(self.claims) == before:
+            return
+        if stage == "recorder":
+            self.end_claim(before, "ack")
+        else:
+            self.write(before, ("y", "y2") if stage == "a" else ("z",), True)
+
+    @rule(most=st.integers(1, 20), step=st.integers(0, 5))
+    def train(self, most, step):
+        """What a healthy trainer does."""
+        before = len(self.claims)
+        self.claim("end", most, 1)
+        if len(self.claims) > before:
+            self.finish(before, "trained", None, step)
 
     def some_claim(self, which):
         return self.claims[which % len(self.claims)]
@@ -268,7 +292,7 @@ class StoreMachine(RuleBasedStateMachine):
             for row in rows if indices is None else [rows[k] for k in indices]:
                 if row.stages[claim.stage] == "leased":
                     if claim.stage == "recorder":
-                        row.stages["recorder"] = "acked"
+                        self.ack_rows(claim, [row])
                     else:
                         self.end(row, state, step, claim.stage)
             if all(row.stages[claim.stage] != "leased" for row in rows):
@@ -319,6 +343,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert (counts.live, counts.redelivered, counts.ended) == (len(live), self.redelivered, self.ended)
         for stage in _NEEDS:
             assert counts.ready[stage] == sum(r.stages[stage] == "ready" for r in self.rows), stage
+            assert counts.acked[stage] == self.acked[stage], stage
             assert counts.leased[stage] == sum(r.stages[stage] == "leased" for r in self.rows), stage
 
     @invariant()
@@ -340,11 +365,56 @@ class StoreMachine(RuleBasedStateMachine):
         self.client.close()
 
 
+def _walk(machine, rng, steps):
+    """Weighted random verbs: goes deeper than hypothesis does in the same time, without shrinking."""
+    machine.open(
+        a=rng.choice(["row", "row", "group", "chunk"]),
+        b=rng.choice(["row", "group", "group"]),
+        end=rng.choice(["row", "group", "batch"]),
+    )
+    names = [("y", "y2"), ("y2",), ("y",), ("z",)]
+    any_claim = {
+        "write": lambda k: machine.write(k, rng.choice(names), rng.random() < 0.5),
+        "end": lambda k: machine.end_claim(k, rng.choice(["ack", "nack", "nack", "release", "extend"])),
+        "finish": lambda k: machine.finish(
+            k,
+            rng.choice(["trained", "filtered", "done"]),
+            rng.choice([None, {rng.randrange(7) for _ in range(2)}]),
+            rng.randrange(6),
+        ),
+    }
+    verbs = {
+        lambda: machine.put(rng.randint(1, 3), rng.randint(1, 4), rng.random() < 0.2): 3,
+        lambda: machine.claim(rng.choice(list(_NEEDS)), rng.randint(1, 7), rng.randint(1, 7)): 6,
+        lambda: machine.work(rng.choice(["a", "b", "recorder"]), rng.randint(1, 20)): 6,
+        lambda: machine.train(rng.randint(1, 20), max(0, machine.durable + rng.randint(0, 2))): 3,
+        lambda: machine.claims and any_claim[rng.choice(list(any_claim))](-rng.randint(1, 4)): 8,
+        lambda: machine.valid and machine.expire(rng.randrange(1000)): 1,
+        lambda: machine.advance(max(0, machine.durable + rng.randint(-1, 1))): 1,
+        lambda: machine.rows and machine.finish_logged(rng.randrange(1000), rng.randint(1, 4), rng.randrange(6)): 1,
+    }
+    for _ in range(steps):
+        rng.choices(list(verbs), list(verbs.values()))[0]()
+        machine.counters_agree()
+        machine.only_held_chunks_have_keys()
+        machine.payload_bytes_agree()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_long_random_walk_agrees_with_the_model(redis_url, seed):
+    StoreMachine.url = redis_url
+    machine = StoreMachine()
+    try:
+        _walk(machine, random.Random(seed), 120)
+    finally:
+        machine.teardown()
+
+
 def test_random_verbs_agree_with_the_model(redis_url):
     StoreMachine.url = redis_url
     run_state_machine_as_test(
         StoreMachine,
         settings=settings(
-            max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=30, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
