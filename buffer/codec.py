@@ -6,6 +6,7 @@ no decoder here can run code, and sizes are checked before anything is decoded.
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import pyarrow as pa
@@ -16,7 +17,7 @@ MAX_PIECE_BYTES = 512 * 1024 * 1024  # also the server's limit for one value
 _CONTINUATION = 0xFFFFFFFF
 _RECORD_BATCH = 3  # MessageHeader union tag in Arrow's Message.fbs
 _HEADER_TYPE, _HEADER, _BODY_LENGTH = 1, 2, 3  # fields of Message
-_LENGTH, _COMPRESSION = 0, 3  # fields of RecordBatch
+_LENGTH, _NODES, _BUFFERS, _COMPRESSION = 0, 1, 2, 3  # fields of RecordBatch
 
 
 def encode(batch: pa.RecordBatch) -> pa.Buffer:
@@ -32,9 +33,11 @@ def decode(data: bytes, schema: pa.Schema, *, rows: int, max_bytes: int = MAX_PI
     """
     if len(data) > max_bytes:
         raise _refused(f"{len(data)} bytes", f"at most {max_bytes} bytes")
-    declared = _declared_rows(data)
+    declared, shape = _header(data)
     if declared != rows:
         raise _refused(f"{declared} rows", f"{rows} rows")
+    if shape != _shape(schema):
+        raise _refused(f"(nodes, buffers) {shape}", f"{_shape(schema)}, as columns {schema.names} have")
     try:
         batch = pa.ipc.read_record_batch(pa.py_buffer(data), schema)
         batch.validate(full=True)
@@ -43,8 +46,14 @@ def decode(data: bytes, schema: pa.Schema, *, rows: int, max_bytes: int = MAX_PI
     return batch
 
 
-def _declared_rows(data: bytes) -> int:
-    """Row count in the message header, read before Arrow allocates anything.
+@functools.lru_cache(maxsize=256)
+def _shape(schema: pa.Schema) -> tuple[int, int]:
+    """Field nodes and buffers of a batch of this schema: Arrow would ignore what a message has beyond them."""
+    return _header(encode(pa.RecordBatch.from_pylist([], schema=schema)).to_pybytes())[1]
+
+
+def _header(data: bytes) -> tuple[int, tuple[int, int]]:
+    """Row count, and numbers of field nodes and buffers, read before Arrow allocates anything.
 
     Compressed bodies are refused here: their decompressed size is only known by decompressing them.
     """
@@ -68,9 +77,19 @@ def _declared_rows(data: bytes) -> int:
         if _field(header, batch, _COMPRESSION) is not None:
             raise _refused("a compressed body", "uncompressed buffers")
         length = _field(header, batch, _LENGTH)
-        return int(struct.unpack_from("<q", header, length)[0]) if length is not None else 0
+        rows = int(struct.unpack_from("<q", header, length)[0]) if length is not None else 0
+        return rows, (_items(header, batch, _NODES), _items(header, batch, _BUFFERS))
     except (struct.error, IndexError) as error:
         raise _refused("a cut message header", "an Arrow IPC message") from error
+
+
+def _items(buffer: bytes, table: int, index: int) -> int:
+    """Length of a flatbuffer table's vector."""
+    at = _field(buffer, table, index)
+    if at is None:
+        return 0
+    (offset,) = struct.unpack_from("<I", buffer, at)
+    return int(struct.unpack_from("<I", buffer, at + offset)[0])
 
 
 def _field(buffer: bytes, table: int, index: int) -> int | None:

@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -201,6 +202,13 @@ class Link:
                         ) from error
                     time.sleep(pause_s * random.uniform(0.5, 1.0))
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def attempt(self, calls: Sequence[Command]) -> None:
+        """Run functions once, for tidying up: a server that is away or refuses is left alone."""
+        commands: list[Command] = [("FCALL", library.function_name(str(c[0])), 1, *c[1:]) for c in calls]
+        with self._lock, suppress(redis.RedisError, OSError):
+            if self._connection.is_connected:
+                self._round_trip(commands)
 
     def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
         connection = self._connection

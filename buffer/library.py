@@ -48,6 +48,8 @@ def _body() -> str:
 
 def load(client: redis.Redis) -> None:
     """Load the library unless the server has it. Raises redis errors as they come."""
+    if client.function_list(library=library_name()):  # LOAD is refused at the memory limit, this is not
+        return
     try:
         client.function_load(library_text())
     except redis.ResponseError as error:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from rlmq.buffer import codec
 from rlmq.buffer.layout import END_COLUMNS, Layout
 from rlmq.buffer.store import RowRange
-from rlmq.common.errors import IntegrityError
+from rlmq.common.errors import IntegrityError, UsageError
 
 _US, _RS = "\x1f", "\x1e"
 
@@ -65,6 +65,10 @@ def cut(layout: Layout, batch: pa.RecordBatch, ranges: Sequence[RowRange], tag: 
         offset = 0
         for one in _joined(ranges):
             data = codec.encode(part.slice(offset, one.count)).to_pybytes()
+            if len(data) > codec.MAX_PIECE_BYTES:
+                got = f"{len(data)} bytes in {one.count} rows of {names}"
+                expected = f"at most {codec.MAX_PIECE_BYTES}"
+                raise UsageError(f"chunk for table '{layout.table.name}'", got=got, expected=expected)
             name = f"{one.chunk}/{unit + 1}.{tag}.{len(pieces)}"
             pieces.append(OutgoingPiece(one.chunk, one.first, one.count, unit + 1, columns, data, name))
             offset += one.count

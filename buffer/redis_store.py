@@ -97,6 +97,18 @@ class RedisStore(ExperienceStore):
             self._layouts[table.name] = layout
             self._prefixes[table.name] = prefix
 
+    def recover(self) -> int:
+        """Give back the rows that earlier processes of this worker's name hold, in every open table.
+
+        A restarted worker need not wait for the lease of the process that died. A process of that name that
+        lives on is fenced. Counted as a delivery, so that a row that kills its worker still ends as dead.
+
+        Returns:
+            Leases that were given back.
+        """
+        args = (self._worker, self._nonce)
+        return sum(int(self._link.call("recover", prefix, *args)[1]) for prefix in self._prefixes.values())
+
     def _layout(self, table: str) -> tuple[Layout, str]:
         if table not in self._layouts:
             raise UsageError("table", got=repr(table), expected=f"one that was opened: {sorted(self._layouts)}")
@@ -173,7 +185,12 @@ class RedisStore(ExperienceStore):
     def claim(
         self, table: str, stage: str, *, max_rows: int, min_rows: int = 1, columns: Sequence[str] | None = None
     ) -> Claim | None:
-        """Lease ready rows; see `ExperienceStore.claim`. `columns=None` brings all of the table."""
+        """Lease ready rows; see `ExperienceStore.claim`.
+
+        Raises:
+            UsageError: the first group has more than `max_rows` rows. DecodeError: damaged payload; its rows are
+            redelivered, and end as dead.
+        """
         layout, prefix = self._layout(table)
         index, schema = layout.stage_index(stage), layout.select(columns)
         if not 1 <= min_rows <= max_rows:
@@ -195,8 +212,13 @@ class RedisStore(ExperienceStore):
             for k in range(0, len(flat), 4)
         )
         where = dict(payload.parse_whereabouts(layout, units, one) for one in located)
-        rows = self._fetch(layout, prefix, ranges, schema, where)
-        return Claim(table=table, stage=stage, lease=lease.decode(), ranges=ranges, rows=rows)
+        try:
+            rows = self._fetch(layout, prefix, ranges, schema, where)
+        except IntegrityError as error:  # rows with damaged payload end as dead and do not stay leased
+            no_rows = pa.RecordBatch.from_pylist([], schema=schema)
+            self.nack(Claim(table, stage, lease.decode(), ranges, no_rows), str(error))
+            raise
+        return Claim(table, stage, lease.decode(), ranges, rows)
 
     def read(self, table: str, ranges: Sequence[RowRange], columns: Sequence[str]) -> pa.RecordBatch:
         """Columns of held rows; see `ExperienceStore.read`.
@@ -399,6 +421,7 @@ class RedisStore(ExperienceStore):
 
     def close(self) -> None:
         """Close the connections (not those of a client that was given)."""
+        self._link.attempt([("forget", prefix, self._nonce) for prefix in self._prefixes.values()])
         self._row_waiter.close()
         self._room_waiter.close()
         self._link.close()

@@ -112,7 +112,7 @@ class TableCounts:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Who waits for what: one line of `rlmq why`."""
+    """Who waits for what: one line of `rlmq why`. `since_s` is how long already; `stage` is empty for room."""
 
     worker: str
     table: str
@@ -149,7 +149,11 @@ class ExperienceStore(Protocol):
     def claim(
         self, table: str, stage: str, *, max_rows: int, min_rows: int = 1, columns: Sequence[str] | None = None
     ) -> Claim | None:
-        """Lease ready rows in order of admission; None when fewer than `min_rows` are ready. Never blocks."""
+        """Lease ready rows in order of admission; None when fewer than `min_rows` are ready. Never blocks.
+
+        `columns=None` brings all columns of the table. `end_state`, `end_reason` and `end_step` may be asked for
+        too: how the row ended (null while it lives).
+        """
 
     def wait(self, interests: Sequence[Interest], *, timeout_s: float, wake_fd: int | None = None) -> bool:
         """Sleep until one interest may be met, `wake_fd` is readable, or the time is over.

@@ -28,9 +28,11 @@ local function take_runs(chunk, i, size, room, picks)
   return taken, whole
 end
 
-local function collect(t, i, most)
+local function collect(t, i, most, least)
   local stage, picks, got = t.stages[i], {}, 0
-  local ids = redis.call('ZRANGE', t.prefix .. KEY.ready .. i, 0, stage.scope == 'chunk' and 0 or most - 1)
+  local most_ranges = stage.scope == 'batch' and most or math.max(MOST_RANGES, least)
+  local chunks = stage.scope == 'chunk' and 1 or math.min(most, most_ranges)
+  local ids = redis.call('ZRANGE', t.prefix .. KEY.ready .. i, 0, chunks - 1)
   for _, id in ipairs(ids) do
     local chunk = chunk_of(t, id)
     local size = stage.scope == 'group' and chunk.group or 1
@@ -38,7 +40,7 @@ local function collect(t, i, most)
     local taken, whole = take_runs(chunk, i, size, room, picks)
     got = got + taken
     if got == 0 and not whole then return picks, 0, size end
-    if not whole or got >= most or (stage.scope ~= 'batch' and #picks >= MOST_RANGES) then break end
+    if not whole or got >= most or #picks >= most_ranges then break end
   end
   return picks, got, 0
 end
@@ -89,7 +91,7 @@ register('claim', function(keys, args)
   end
   local least, ready = tonumber(args[5]), state(t, 'r' .. i)
   if ready < least or ready == 0 then return {'none', ready} end
-  local picks, got, large = collect(t, i, tonumber(args[4]))
+  local picks, got, large = collect(t, i, tonumber(args[4]), least)
   if large > 0 then return {'large', large} end
   if got == 0 or (stage.scope ~= 'chunk' and got < least) then return {'none', ready} end
   local ranges, record = {}, {}

@@ -134,3 +134,30 @@ register('expire', function(keys)
   commit(t)
   return {'ok', leases}
 end, 'allow-oom')
+
+-- recover(worker, prefix of its own leases): gives back what earlier processes of this worker hold, counted.
+-- {"ok", leases}.
+register('recover', function(keys, args)
+  local t = open_table(keys)
+  if not t then return {'unknown'} end
+  local all, leases = redis.call('HGETALL', t.prefix .. KEY.leases), 0
+  for k = 1, #all, 2 do
+    local lease = all[k]
+    local held = lease_of(t, lease)
+    if held.worker == args[1] and string.sub(lease, 1, #args[2]) ~= args[2] then
+      drop_lease(t, lease)
+      leases = leases + 1
+      local reason = {'dead(worker ended)', 'worker ended while it held the row; last worker ' .. held.worker}
+      each_range(t, held.ranges, function(chunk, first, count)
+        give_back(t, chunk, held.stage, first, count, true, reason)
+      end)
+    end
+  end
+  commit(t)
+  return {'ok', leases}
+end, 'allow-oom')
+
+-- forget(client): the client ends and repeats nothing any more.
+register('forget', function(keys, args)
+  return {'ok', redis.call('HDEL', keys[1] .. KEY.applied, args[1])}
+end, 'allow-oom')

@@ -135,6 +135,9 @@ def test_another_row_count_or_too_many_bytes_are_refused():
 
 
 def test_rows_of_another_schema_are_refused():
+    texts = codec.encode(pa.record_batch({"v": ["a"]})).to_pybytes()
+    with pytest.raises(DecodeError, match=r"got \(nodes, buffers\) \(1, 3\), expected \(1, 2\)"):
+        codec.decode(texts, pa.schema([("v", pa.int64())]), rows=1)
     with pytest.raises(DecodeError):
         codec.decode(_message(), pa.schema([*_SCHEMA, ("more", pa.string())]), rows=6)
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rlmq.common.errors import Fenced
+from rlmq.common.errors import DecodeError, Fenced
 
 
 def _until_claimed(store, stage, count, timeout_s=20.0):
@@ -150,3 +150,41 @@ def test_an_operation_repeated_after_its_reply_was_lost_is_applied_once(bench):
     assert len(sent) > 4
     store.ack(bench.take(store, "recorder", 2))
     assert bench.key_names("payload:") == []
+
+
+def test_a_restarted_worker_takes_back_what_its_dead_process_held(bench):
+    dead, other = bench.store(worker="actor-0"), bench.store(worker="actor-1")
+    bench.put(dead, 4)
+    lost = bench.take(dead, "a", 2)
+    kept = bench.take(other, "a", 1)
+    restarted = bench.store(worker="actor-0")
+    own = bench.take(restarted, "a", 1)
+    assert restarted.recover() == 1
+    assert {r.delivery for r in bench.take(restarted, "a", 2).ranges} == {2}
+    with pytest.raises(Fenced):
+        dead.ack(lost)
+    other.ack(kept)
+    restarted.ack(own)
+
+
+def test_a_row_with_damaged_payload_is_refused_and_ends_as_dead(bench):
+    store = bench.store(bench.table(max_deliveries=2))
+    bench.put(store, 1)
+    (name, x) = bench.key_names("payload:")
+    for delivery in (1, 2):
+        bench.client.set(x, bench.client.get(name) if delivery == 1 else b"\x80\x04\x95garbage")
+        with pytest.raises(DecodeError, match="column chunk"):
+            store.claim("train", "a", max_rows=1, columns=["x"])
+    counts = store.counts("train")
+    assert counts.leased["a"] == 0
+    assert [label.split("(")[0] for label in counts.ended] == ["dead"]
+
+
+def test_a_closed_store_leaves_no_record_of_itself(bench):
+    store, other = bench.store(), bench.store()
+    bench.put(store, 1)
+    store.ack(bench.take(store, "a", 1))
+    assert bench.key_names("applied")
+    store.close()
+    assert bench.key_names("applied") == []
+    assert other.counts("train").acked["a"] == 1
