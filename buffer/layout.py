@@ -108,6 +108,10 @@ class Layout:
                 )
         return pa.schema([(self.schema if name in self.place else END_COLUMNS).field(name) for name in columns])
 
+    def units_of(self, schema: pa.Schema) -> list[int]:
+        """1-based units that hold the schema's columns."""
+        return sorted({self.place[name][0] + 1 for name in schema.names if name in self.place})
+
     def checked(self, rows: pa.RecordBatch, *, prefix: bool) -> pa.RecordBatch:
         """`rows`, when its columns are of this table with the right types; with `prefix`, its first ones.
 

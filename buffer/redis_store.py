@@ -19,6 +19,7 @@ from rlmq.buffer import payload
 from rlmq.buffer.connection import RETRY_S, Argument, Link, as_client
 from rlmq.buffer.keys import checked_name, payload_key, table_prefix
 from rlmq.buffer.layout import Layout
+from rlmq.buffer.reading import fetch, locate, subset
 from rlmq.buffer.store import (
     END_STATES,
     Claim,
@@ -35,8 +36,6 @@ from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, SchemaM
 
 _LABEL_CHARS = 80  # of a reason, in the name of a counter
 _REASON_CHARS = 4000  # of a reason, kept with its rows
-_RELOCATIONS = 20  # a piece may be replaced between being named and being read, not this often
-_KEYS_PER_MGET = 512
 _MEMORY_PAUSE_S = 0.2
 
 
@@ -199,7 +198,7 @@ class RedisStore(ExperienceStore):
             )
         if layout.stage(stage).scope == "batch":
             min_rows = max_rows
-        units = _units(layout, schema)
+        units = layout.units_of(schema)
         reply = self._link.call("claim", prefix, index, self._tag(), self._worker, max_rows, min_rows, *units)
         if reply[0] == "none":
             return None
@@ -213,7 +212,7 @@ class RedisStore(ExperienceStore):
         )
         where = dict(payload.parse_whereabouts(layout, units, one) for one in located)
         try:
-            rows = self._fetch(layout, prefix, ranges, schema, where)
+            rows = fetch(self._link, layout, prefix, ranges, schema, where)
         except IntegrityError as error:  # rows with damaged payload end as dead and do not stay leased
             no_rows = pa.RecordBatch.from_pylist([], schema=schema)
             self.nack(Claim(table, stage, lease.decode(), ranges, no_rows), str(error))
@@ -228,49 +227,13 @@ class RedisStore(ExperienceStore):
         """
         layout, prefix = self._layout(table)
         schema = layout.select(columns)
-        where = self._locate(layout, prefix, ranges, _units(layout, schema))
+        where = locate(self._link, layout, prefix, ranges, schema)
         for one in ranges:
             if where[one.chunk].rows < one.first + one.count or one.first < 0 or one.count < 1:
                 got = f"rows {one.first} to {one.first + one.count - 1}"
                 expected = f"rows of the {where[one.chunk].rows} held"
                 raise IntegrityError(f"chunk '{one.chunk}' of table '{table}'", got=got, expected=expected)
-        return self._fetch(layout, prefix, ranges, schema, where)
-
-    def _locate(
-        self, layout: Layout, prefix: str, ranges: Sequence[RowRange], units: Sequence[int]
-    ) -> dict[str, payload.Whereabouts]:
-        chunks = list(dict.fromkeys(one.chunk for one in ranges))
-        found: dict[str, payload.Whereabouts] = {}
-        for at in range(0, len(chunks), _KEYS_PER_MGET):
-            some = chunks[at : at + _KEYS_PER_MGET]
-            reply = self._link.call("locate", prefix, len(units), *units, *some)
-            found.update(payload.parse_whereabouts(layout, units, one) for one in reply[1])
-        return found
-
-    def _fetch(
-        self,
-        layout: Layout,
-        prefix: str,
-        ranges: Sequence[RowRange],
-        schema: pa.Schema,
-        where: dict[str, payload.Whereabouts],
-    ) -> pa.RecordBatch:
-        """Read the payload; a piece that was replaced meanwhile is looked up again."""
-        missing = ""
-        for _ in range(_RELOCATIONS):
-            names = list(payload.needed_pieces(ranges, schema, layout, where))
-            data: dict[str, bytes] = {}
-            for at in range(0, len(names), _KEYS_PER_MGET):
-                some = names[at : at + _KEYS_PER_MGET]
-                (values,) = self._link.exchange([("MGET", *(payload_key(prefix, name) for name in some))])
-                if isinstance(values, redis.ResponseError):
-                    raise values
-                data.update((name, value) for name, value in zip(some, values, strict=True) if value is not None)
-            if len(data) == len(names):
-                return payload.assemble(ranges, schema, layout, where, data)
-            missing = next(name for name in names if name not in data)
-            where = self._locate(layout, prefix, ranges, _units(layout, schema))
-        raise payload.missing_piece(missing)
+        return fetch(self._link, layout, prefix, ranges, schema, where)
 
     def extend(self, claim: Claim) -> None:
         """Renew the lease; see `ExperienceStore.extend`."""
@@ -314,7 +277,7 @@ class RedisStore(ExperienceStore):
         if rows is not None:
             if not rows:
                 return
-            for one in _subset(claim, rows):
+            for one in subset(claim, rows):
                 ranges += [one.chunk, one.first, one.count]
         args = (state, _label(state, reason), _clean(reason)[:_REASON_CHARS], step, *ranges)
         reply = self._end(claim, "finish", *args)
@@ -427,31 +390,6 @@ class RedisStore(ExperienceStore):
         self._link.close()
         if self._owns_client:
             self._client.close()
-
-
-def _units(layout: Layout, schema: pa.Schema) -> list[int]:
-    """1-based units that hold the columns."""
-    return sorted({layout.place[name][0] + 1 for name in schema.names if name in layout.place})
-
-
-def _subset(claim: Claim, rows: Sequence[int]) -> list[RowRange]:
-    """Ranges of the claim's rows with these indices."""
-    wanted = sorted(set(rows))
-    if wanted[0] < 0 or wanted[-1] >= claim.count:
-        raise UsageError("finish", got=f"rows {wanted[0]} to {wanted[-1]}", expected=f"indices below {claim.count}")
-    ranges: list[RowRange] = []
-    start, k = 0, 0
-    for one in claim.ranges:
-        while k < len(wanted) and wanted[k] < start + one.count:
-            first = one.first + wanted[k] - start
-            last = ranges[-1] if ranges else None
-            if last and last.chunk == one.chunk and last.first + last.count == first:
-                ranges[-1] = RowRange(last.chunk, last.first, last.count + 1)
-            else:
-                ranges.append(RowRange(one.chunk, first, 1))
-            k += 1
-        start += one.count
-    return ranges
 
 
 def _clean(text: str) -> str:
