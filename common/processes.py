@@ -49,18 +49,20 @@ def spawn(
     *,
     env: Mapping[str, str] | None = None,
     output: IO[bytes] | int = subprocess.DEVNULL,
+    errors: IO[bytes] | int | None = subprocess.STDOUT,
     cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a child in a process group of its own that dies with the calling thread.
 
-    stdin is /dev/null, stdout and stderr go to `output`. The terminal's Ctrl-C does not reach it.
+    stdin is /dev/null, stdout goes to `output`, stderr to `errors` (default: with stdout; None: the caller's).
+    The terminal's Ctrl-C does not reach it.
     """
     return subprocess.Popen(
         list(argv),
         env=None if env is None else dict(env),
         stdin=subprocess.DEVNULL,
         stdout=output,
-        stderr=subprocess.STDOUT,
+        stderr=errors,
         cwd=cwd,
         process_group=0,
         preexec_fn=_child_setup(),  # noqa: PLW1509 - two system calls, prepared before the fork

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 VARIABLE = "RLMQ_REQUIRE_ALL"
+COVERAGE = Path(__file__).resolve().parent.parent / "docs" / "coverage.md"
 LIST = Path(__file__).with_name("README.md")
 SECTION = "## Skips that are allowed"
 
@@ -64,3 +65,31 @@ def pytest_make_collect_report(
     report = yield
     judge(report)
     return report
+
+
+_passed: set[str] = set()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note which tests passed, without their parameters."""
+    if report.when == "call" and report.passed:
+        _passed.add(report.nodeid.partition("[")[0])
+
+
+def uncovered(passed: set[str], page: str) -> list[str]:
+    """Tests that the coverage page names and that did not pass."""
+    return [
+        name for name in re.findall(r"`(tests/[^`]+::[^`]+)` \|$", page, flags=re.MULTILINE) if name not in passed
+    ]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A whole run must have shown every line of docs/coverage.md."""
+    whole = not session.config.args or session.config.args == session.config.getini("testpaths")
+    if not required() or not whole or exitstatus != pytest.ExitCode.OK or not COVERAGE.is_file():
+        return
+    missing = uncovered(_passed, COVERAGE.read_text("utf-8"))
+    if missing:
+        print(f"\ndocs/coverage.md names tests that did not run: {', '.join(missing)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

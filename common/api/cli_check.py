@@ -55,10 +55,12 @@ def _data_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
 
 
 def _model_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    from rlmq.common.models import resolve_model
+
     model = loaded.recipe.model
     try:
         if is_spec(model):
-            load_function(model, loaded.folder, subject="model")
+            resolve_model(model, loaded.folder)  # makes it, the first time
         elif model.startswith((".", "/", "~")) or (loaded.folder / model).exists():
             folder = find_beside(model, loaded.folder, subject="model")
             if not (folder / "config.json").is_file():

@@ -23,7 +23,7 @@ from rlmq.controller.runs import OpenedRun, name_lock, next_run, open_run, read_
 from rlmq.controller.server import Server, check_url, find_binary
 from rlmq.controller.supervisor import Outcome, Supervisor
 
-_CHECK_S = 300.0
+_CHECK_S = 900.0
 
 
 def up_command(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool) -> int:
@@ -96,13 +96,15 @@ def _print_opening(opened: OpenedRun, console: Console) -> None:
 def _check_in_child(path: Path, overrides: Sequence[str]) -> int:
     """Run `rlmq check` in a process of its own: it imports the user's files, whatever these import.
 
+    What it says on stderr the user sees at once: a model that is converted, the problems that it finds.
+
     Raises:
         UsageError: the check takes too long.
     """
     argv = [sys.executable, "-P", "-m", "rlmq.cli", "check", str(path), *overrides]
-    child = spawn(argv, output=subprocess.PIPE)
+    child = spawn(argv, errors=None)
     try:
-        said, _ = child.communicate(timeout=_CHECK_S)
+        child.wait(timeout=_CHECK_S)
     except subprocess.TimeoutExpired as error:
         raise UsageError(
             "the check of what the recipe names",
@@ -113,8 +115,6 @@ def _check_in_child(path: Path, overrides: Sequence[str]) -> int:
         if child.returncode is None:
             signal_group(child.pid, signal.SIGKILL)
             child.wait()
-    if child.returncode != 0:
-        sys.stderr.write(said.decode(errors="replace"))
     return 128 - child.returncode if child.returncode < 0 else child.returncode
 
 

@@ -77,6 +77,7 @@ def start_process(
     )
     store = RedisStore(redis_url, run_id=run.run_id, worker=f"{role}-{index}")
     store.open(tables)
+    store.recover()  # what a killed process of this name held is redelivered now, not when its lease is over
     calls = RedisCalls(redis_url, run_id=run.run_id)
     serve_metrics(role, index, run)
     return Process(recipe, recipe_folder, run, log, store, calls, fingerprint(columns))

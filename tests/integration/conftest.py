@@ -104,7 +104,18 @@ class Cli:
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Iterator[Cli]:
-    runner = Cli(tmp_path)
+    """The command line in the test's own folder."""
+    yield from _cli(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def module_cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    """The command line in a folder of the module's, for runs that several tests look at."""
+    yield from _cli(tmp_path_factory.mktemp("module"))
+
+
+def _cli(folder: Path) -> Iterator[Cli]:
+    runner = Cli(folder)
     yield runner
     runner.end()
     runner.wait_until(lambda: not runner.processes(), "all processes of the test are gone", 15.0)

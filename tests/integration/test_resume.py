@@ -42,12 +42,12 @@ def reach_step(cli: Any, name: str, step: int) -> Path:
     return folder
 
 
-@pytest.fixture
-def undisturbed(cli: Any) -> str:
+@pytest.fixture(scope="module")
+def undisturbed(module_cli: Any) -> str:
     """The weights after six steps without any disturbance."""
-    done = cli.run("up", cli.tiny, STEPS, "run.name=calm")
+    done = module_cli.run("up", module_cli.tiny, STEPS, "run.name=calm")
     assert done.code == 0, done.text
-    return weights(cli.newest_run("calm"), 6)
+    return weights(module_cli.newest_run("calm"), 6)
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(cli: Any, undisturbed: str) -> None:

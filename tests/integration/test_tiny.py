@@ -14,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-@pytest.fixture
-def finished(cli: Any) -> Path:
+@pytest.fixture(scope="module")
+def finished(module_cli: Any) -> Path:
     """The folder of a short finished run."""
-    done = cli.run("up", cli.tiny, "train.steps=4", "checkpoint.every_steps=2")
+    done = module_cli.run("up", module_cli.tiny, "train.steps=4", "checkpoint.every_steps=2")
     assert done.code == 0, done.text
-    folder: Path = cli.newest_run("tiny")
+    folder: Path = module_cli.newest_run("tiny")
     return folder
 
 
@@ -85,7 +85,7 @@ def _rows(entry: dict[str, Any]) -> list[str]:
 
 
 def test_the_checkpoint_is_a_model_of_transformers_with_the_reward_that_the_summary_claims(
-    finished: Path, cli: Any
+    finished: Path,
 ) -> None:
     # given the last checkpoint and the prompts of the evaluation
     summary = json.loads((finished / "summary.json").read_text())
@@ -123,12 +123,13 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(cli: Any) -> 
 
 
 def test_samples_can_be_read_in_the_terminal(finished: Path, cli: Any) -> None:
-    done = cli.run("samples", "--step", "4", "--best", "1", "--worst", "1", "--random", "0", "--json")
+    folder = finished.parents[1]
+    done = cli.run("samples", "--step", "4", "--best", "1", "--worst", "1", "--random", "0", "--json", cwd=folder)
     assert done.code == 0, done.text
     rows = [json.loads(line) for line in done.out.splitlines()]
     assert len(rows) == 2
     assert rows[0]["reward"] >= rows[1]["reward"]
-    readable = cli.run("samples")
+    readable = cli.run("samples", cwd=folder)
     assert readable.code == 0
     assert "reward" in readable.out
 
