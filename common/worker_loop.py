@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -21,7 +21,7 @@ from rlmq.common.messages import CallBell, DesiredBell, Done, Doorbell, Goodbye,
 from rlmq.common.metrics import ACTIVITY_SECONDS, CALLS_HANDLED
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
-from rlmq.common.worker import Role, WorkerContext
+from rlmq.common.worker import CallHandler, Role, WorkerContext
 
 _POLL_S = 1.0
 """Who missed a doorbell reads the records within this time."""
@@ -141,8 +141,8 @@ class Worker:
                 self._set_activity("idle")
                 role.wait(_POLL_S, self._bus.wake.fd)
 
-    def _handle(self, handlers: object, call: Call) -> None:
-        handler = handlers.get(call.method) if isinstance(handlers, dict) else None
+    def _handle(self, handlers: Mapping[str, CallHandler], call: Call) -> None:
+        handler = handlers.get(call.method)
         if handler is None:
             raise RlmqError(f"call {call.id}", got=call.method, expected=f"a method of role {self._role_name}")
         began = time.monotonic()

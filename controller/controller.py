@@ -180,6 +180,7 @@ class Controller:
             "eval_after_step": last_eval,
             "steps": steps,
             "steps_wanted": steering.total_steps or self._recipe.train.steps,
+            "steps_end": "data" if 0 < steering.total_steps < self._recipe.train.steps else "train.steps",
             "samples": sum(line.get("samples", 0) for line in train.values()),
             "generated_tokens": sum(line.get("generated_tokens", 0) for line in train.values()),
             "no_verdict": sum(line.get("no_verdict", 0) for line in train.values()),

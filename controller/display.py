@@ -171,8 +171,9 @@ def print_summary(run: RunFolder, summary: Mapping[str, Any], console: Console) 
         for name in dict.fromkeys([*before, *after]):
             table.add_row(escape(str(name)), number(before.get(name)), number(after.get(name)))
         console.print(table)
+    end = " (the data's passes end here)" if summary.get("steps_end") == "data" else ""
     console.print(
-        f"{summary.get('steps', 0)} steps, {summary.get('samples', 0)} samples, "
+        f"{summary.get('steps', 0)} steps{end}, {summary.get('samples', 0)} samples, "
         f"{summary.get('generated_tokens', 0)} tokens generated, {duration(summary.get('wall_s'))}",
         markup=False,
         highlight=False,
