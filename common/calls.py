@@ -31,14 +31,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank's sub-call ended: a plain value, or an error with its exit code."""
+    """The plain value with which one rank's sub-call ended. A call that failed has none: its process ends."""
 
     call_id: str
     rank: int
-    ok: bool
     value: dict[str, Any] = {}
-    error: str = ""
-    exit_code: int = 0
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):

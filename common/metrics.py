@@ -45,8 +45,8 @@ ROWS_WITHOUT_VERDICT = Counter(
 )
 CALLS_HANDLED = Counter(
     "rlmq_calls_handled_total",
-    "Calls of the controller that this worker completed; outcome is ok or error.",
-    ["method", "outcome"],
+    "Calls of the controller that this worker completed.",
+    ["method"],
     registry=REGISTRY,
 )
 GENERATED_TOKENS = Counter(

@@ -31,7 +31,7 @@ def _call(number=0, *, epoch=1, ranks=(0, 1), **args):
 
 
 def _result(call, rank, **value):
-    return CallResult(call_id=call.id, rank=rank, ok=True, value=value)
+    return CallResult(call_id=call.id, rank=rank, value=value)
 
 
 def test_each_rank_gets_a_call_until_it_completed_it(calls):
