@@ -202,7 +202,7 @@ def _raise_failures(meeting: Rendezvous, lanes: Sequence[_Lane]) -> None:
     damaged = any(isinstance(f, IntegrityError) for f in failures.values())
     raise (IntegrityError if damaged else DeadlineExceeded)(
         f"weight transfer {meeting.generation}",
-        got="; ".join(str(failure) for failure in failures.values()),
+        got="; ".join(str(failure).rstrip(".") for failure in failures.values()),
         expected=f"{len(lanes)} members to take all buckets within {meeting.timeout_s:g} s",
         remedy=f"Look at the log of {', '.join(failures)}",
     )
@@ -316,8 +316,8 @@ class _Intake:
 
     def run(self) -> int:
         """Take bucket after bucket, hand over each tensor when it is complete, confirm; returns bytes moved."""
-        for index in (i for i, size in enumerate(self._sizes) if size == 0):
-            self._deliver(index, np.empty(0, dtype=np.uint8))
+        for spec in (s for s, size in zip(self._specs, self._sizes, strict=True) if size == 0):
+            self._sink(spec.name, torch.empty(spec.shape, dtype=_DTYPES[spec.dtype]))
         coming = self._post(0)
         for number, (size, pieces) in enumerate(self._buckets):
             arriving, coming = coming, self._post(number + 1)
