@@ -24,7 +24,14 @@ from rlmq.common.engines.generation import Generated, Request, Sampling
 from rlmq.common.engines.hf import HfEngine
 from rlmq.common.engines.micro_batches import build_micro_batch, plan_micro_batches
 from rlmq.common.engines.torch_trainer import TorchEngine
-from rlmq.common.models import context_length, eos_ids, load_model, load_tokenizer, pad_id, resolve_model
+from rlmq.common.models import (
+    eos_ids,
+    folder_context_length,
+    load_model,
+    load_tokenizer,
+    pad_id,
+    resolve_model,
+)
 from rlmq.common.recipe.load import LoadedRecipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.user_code import load_function
@@ -85,7 +92,7 @@ def _prompts(loaded: LoadedRecipe, folder: str, tokenizer: Any) -> Sequence[Prep
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         max_response_tokens=recipe.rollout.max_response_tokens,
         long_prompts=recipe.data.long_prompts,
-        context_tokens=context_length(folder),
+        context_tokens=folder_context_length(folder),
     )
     rows = load_rows(recipe.data.train, loaded.folder, subject="data.train")
     return prepare_prompts(rows, tokenizer, policy, source="train", subject="data.train").prompts

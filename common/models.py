@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 from contextlib import AbstractContextManager
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 # One process prepares a model (a conversion, a download) while the others of the run wait for it.
 PREPARE_TIMEOUT_S = 1800.0
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+# Names of transformers' one class for everything that `tokenizer.json` says in full.
+_GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # Weights that are decoded by unpickling, which can run code.
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -92,10 +96,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         UsageError: none there that transformers can load.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = _tokenizer_class(Path(path)).from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
@@ -103,10 +105,43 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _tokenizer_class(folder: Path) -> Any:
+    """What `AutoTokenizer` would take; found without it where the folder says so, since it imports torch."""
+    name = _read_json(folder / "tokenizer_config.json").get("tokenizer_class")
+    if name in _GENERIC_TOKENIZERS and (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def folder_context_length(folder: str | Path) -> int:
+    """`context_length` of a model's folder, without torch where `config.json` states it."""
+    settings = _read_json(Path(folder) / "config.json")
+    text = settings.get("text_config") or settings
+    for key in _CONTEXT_KEYS:
+        if isinstance(text.get(key), int) and text[key] > 0:
+            return int(text[key])
+    from transformers import AutoConfig
+
+    return context_length(AutoConfig.from_pretrained(folder, local_files_only=True))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def context_length(config: PretrainedConfig) -> int:
     """Most tokens, prompt and response together, that the model has positions for; a large number if unlimited."""
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for key in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+    for key in _CONTEXT_KEYS:
         value = getattr(text, key, None)
         if isinstance(value, int) and value > 0:
             return value

