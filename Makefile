@@ -23,7 +23,7 @@ demo: setup
 	$(PY) -m rlmq.cli up recipes/demo.yaml --fresh $(ARGS)
 
 test: lint types
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

@@ -262,7 +262,6 @@ class ActorRole:
         """The step's metrics; those of the policy are means over its updates."""
         counted = batch.counted
         lengths = np.array([len(r) for r in batch.responses])
-        admitted = self._recipe.data.prompts_per_step * self._recipe.algorithm.group_size
         oldest = np.array([min(v, default=entry.step - 1) for v in batch.versions])
         tokens = {"tokens", "rows"}
         policy = {k: float(np.mean([p[k] for p in parts])) for k in parts[0] if k not in tokens}
@@ -272,7 +271,6 @@ class ActorRole:
             "reward_std": float(batch.rewards.std()),
             "samples": len(batch.ids),
             "groups": len(set(batch.groups)),
-            "filtered": admitted - len(batch.ids),
             "generated_tokens": int(lengths.sum()),
             "trained_tokens": int(counted.sum()),
             "response_tokens_mean": float(lengths.mean()),

@@ -183,7 +183,7 @@ class Controller:
             "steps_end": "data" if 0 < steering.total_steps < self._recipe.train.steps else "train.steps",
             "samples": sum(line.get("samples", 0) for line in train.values()),
             "generated_tokens": sum(line.get("generated_tokens", 0) for line in train.values()),
-            "no_verdict": sum(line.get("no_verdict", 0) for line in train.values()),
+            "filtered": sum(line.get("filtered", 0) for line in train.values()),
             "prompts_skipped": steering.prompts.get("skipped", 0),
             "prompts_cut": steering.prompts.get("cut", 0),
             "wall_s": round(time.monotonic() - self._began, 2),

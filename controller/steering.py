@@ -43,6 +43,7 @@ class RunSteering:
         self._log = log
         self._step_s = recipe.deadlines.step_s
         self._syncs = 0
+        self._admitted = 0
         self._line: dict[str, Any] = {}
         self._newest: dict[str, Any] = {}
         self._began = time.monotonic()
@@ -79,14 +80,15 @@ class RunSteering:
     def admit(self, step: int) -> int:
         """See `Steering.admit`."""
         value = self._call(step, 1, "prompts", "admit", {"step": step})
-        return int(value["samples"])
+        self._admitted = int(value["samples"])
+        return self._admitted
 
     def wait_batch(self, step: int) -> int:
         """See `Steering.wait_batch`."""
         note = self._calls.noted(_OPEN_STEP) or {}
         if note.get("step") == step and note.get("formed"):
             return 0  # before a crash: the batch is the actor's, in the log or under its lease
-        interest = Interest(TRAIN, "actor", rows=self._samples_per_step(), or_settled=True)
+        interest = Interest(TRAIN, "actor", rows=self._admitted, or_settled=True)
         counts = self._wait_rows(interest, self.policy_version)
         ready = counts.ready.get("actor", 0) + counts.leased.get("actor", 0)
         if ready == 0 and counts.live == 0:
@@ -97,7 +99,7 @@ class RunSteering:
         """See `Steering.train`."""
         self._calls.note(_OPEN_STEP, {"step": step, "formed": True})
         self.last_train = self._call(step, 3, "actor", "train", {"step": step})
-        self._line.update(self.last_train)
+        self._line.update(self.last_train, filtered=self._admitted - self.last_train["samples"])
 
     def publish(self, version: int) -> None:
         """See `Steering.publish`; `version` 0 after a restart means the newest one."""
@@ -168,9 +170,6 @@ class RunSteering:
     def best(self) -> dict[str, Any] | None:
         """Step and mean reward of the best evaluation."""
         return self._calls.noted(_BEST)
-
-    def _samples_per_step(self) -> int:
-        return self._recipe.data.prompts_per_step * self._recipe.algorithm.group_size
 
     def _id(self, step: int, ordinal: int, role: str, method: str) -> str:
         return f"{step}/{ordinal}/{role}.{method}"

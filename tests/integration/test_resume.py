@@ -132,3 +132,22 @@ def test_a_finished_run_says_so(cli: Any) -> None:
     fresh = cli.run("up", cli.tiny, "train.steps=1", "run.name=short", "--fresh")
     assert fresh.code == 0
     assert len(list((cli.folder / "runs").glob("short-*/summary.json"))) == 2
+
+
+@pytest.mark.parametrize("role", ["rollout", "actor", "controller"])
+def test_a_process_that_is_killed_while_it_starts_is_replaced(cli: Any, undisturbed: str, role: str) -> None:
+    # given a run none of whose workers is ready yet
+    name = f"early-{role}"
+    process = cli.start("up", cli.tiny, STEPS, f"run.name={name}")
+    words = ["controller"] if role == "controller" else ["worker", role]
+
+    def victims() -> list[int]:
+        return [p.pid for p in cli.processes() if all(w in p.cmdline() for w in words) and p.pid != process.pid]
+
+    cli.wait_until(lambda: bool(victims()), f"{role} has started")
+    # when one of them is killed -9
+    os.kill(victims()[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=200)
+    # then the run ends well, with the undisturbed run's weights
+    assert process.returncode == 0, out[-3000:] + err[-3000:]
+    assert weights(cli.newest_run(name), 6) == undisturbed
