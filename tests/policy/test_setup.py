@@ -65,8 +65,15 @@ def odd_checkout(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("target", ["demo", "test", "bench", "docs", "freeze"])
 def test_make_commands_hold_no_absolute_path(odd_checkout: Path, target: str) -> None:
+    outside_make = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     ended = subprocess.run(
-        ["make", "-n", target], cwd=odd_checkout, capture_output=True, text=True, timeout=30, check=False
+        ["make", "-n", target],
+        cwd=odd_checkout,
+        env=outside_make,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
 
     assert ended.returncode == 0, ended.stderr
