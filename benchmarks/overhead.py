@@ -55,10 +55,13 @@ def run() -> BenchResult:
         ratios[f"{name} start-up beyond the loop's (s)"] = median(
             o["startup_s"] - p["startup_s"] for o, p in measured
         )
-        rows += _usage_rows(name, [ours["used"] for ours, _ in measured])
+        used = [ours["used"] for ours, _ in measured]
+        notes.append(f"{name}, CPU seconds and greatest RSS by role (medians): {_usage(used)}")
+        ratios[f"{name} greatest RSS of {' + '.join(_LIGHT)} (MB)"] = max(
+            median(run[role][1] for run in used) for role in _LIGHT
+        )
         ratios[f"{name} CPU share of {' + '.join(_LIGHT)}"] = median(
-            sum(ours["used"][role][0] for role in _LIGHT) / sum(seconds for seconds, _ in ours["used"].values())
-            for ours, _ in measured
+            sum(run[role][0] for role in _LIGHT) / sum(seconds for seconds, _ in run.values()) for run in used
         )
         equal = sum(o["reward_mean"] == p["reward_mean"] for o, p in measured)
         notes.append(
@@ -67,17 +70,13 @@ def run() -> BenchResult:
     return BenchResult("overhead", rows, ratios, notes)
 
 
-def _usage_rows(name: str, used: list[dict[str, tuple[float, float]]]) -> list[dict[str, Cell]]:
-    """One row per role: medians over the runs."""
-    return [
-        {
-            "recipe": name,
-            "role": role,
-            "CPU_s": median(run[role][0] for run in used if role in run),
-            "RSS_MB": median(run[role][1] for run in used if role in run),
-        }
-        for role in used[0]
-    ]
+def _usage(used: list[dict[str, tuple[float, float]]]) -> str:
+    parts = []
+    for role in used[0]:
+        cpu_s = median(run[role][0] for run in used if role in run)
+        rss_mb = median(run[role][1] for run in used if role in run)
+        parts.append(f"{role} {cpu_s:.1f} s {rss_mb:.0f} MB")
+    return ", ".join(parts)
 
 
 def _overrides(name: str) -> list[str]:
