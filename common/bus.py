@@ -16,6 +16,7 @@ import os
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,7 @@ class Wake:
         os.close(self._write_fd)
 
 
-class _Bus:
+class _Bus(ABC):
     """One thread that owns the sockets; subclasses say which, and what to do with what arrives."""
 
     def __init__(self, *, tick_s: float, name: str) -> None:
@@ -118,15 +119,19 @@ class _Bus:
                 except DecodeError:
                     self.undecodable += 1
 
+    @abstractmethod
     def _sockets(self) -> tuple[zmq.Socket[bytes], ...]:
-        raise NotImplementedError
+        """The sockets to read from."""
 
+    @abstractmethod
     def _transmit(self, item: Any) -> None:
-        raise NotImplementedError
+        """Send one item of the outbox."""
 
+    @abstractmethod
     def _received(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        raise NotImplementedError
+        """Take in one message. Raises DecodeError."""
 
+    @abstractmethod
     def _tick(self) -> None:
         """Called every `tick_s` on the bus thread."""
 

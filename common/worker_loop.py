@@ -104,6 +104,7 @@ class Worker:
             goodbye = Goodbye(
                 role=self._role_name, rank=self._rank, incarnation=self._incarnation, exit_code=code, error=error
             )
+            self._disarm_signals()
             self._bus.leave(goodbye)
         if error:
             self._log.error("ended", exit_code=int(code), error=error)
@@ -206,6 +207,12 @@ class Worker:
     def _arm_signals(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+
+    @staticmethod
+    def _disarm_signals() -> None:
+        """The handler writes to the bus's pipe, which is about to be closed."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._stop.is_set():
