@@ -22,9 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlmq.common.dtypes import DTYPES, spec_of
 from rlmq.common.errors import DeadlineExceeded, IntegrityError, RlmqError, UsageError
 from rlmq.common.weight_buckets import Bucket, Bytes, Piece, bytes_of, cut
-from rlmq.common.weights import Rendezvous, TensorSpec, TransferStats, WeightManifest
+from rlmq.common.weights import Rendezvous, TransferStats, WeightManifest
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -32,16 +33,6 @@ if TYPE_CHECKING:
 Tensors = Sequence[tuple[str, torch.Tensor]]
 Sink = Callable[[str, torch.Tensor], None]
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _HOST = "127.0.0.1"
 _SENDER, _RECEIVER = 0, 1
 _HEADER = "header"
@@ -154,9 +145,8 @@ class _Header(msgspec.Struct, frozen=True):
 
 def _checked(manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
     own = [(name, tensor.detach()) for name, tensor in tensors]
-    names = {dtype: name for name, dtype in _DTYPES.items()}
     for spec, (name, tensor) in zip(manifest.tensors, own, strict=False):
-        found = TensorSpec(name, tuple(tensor.shape), names.get(tensor.dtype, str(tensor.dtype)))
+        found = spec_of(name, tensor)
         if found != spec:
             raise IntegrityError("weights to send", got=found, expected=f"{spec} as in the manifest")
     if len(own) != len(manifest.tensors):
@@ -317,7 +307,7 @@ class _Intake:
     def run(self) -> int:
         """Take bucket after bucket, hand over each tensor when it is complete, confirm; returns bytes moved."""
         for spec in (s for s, size in zip(self._specs, self._sizes, strict=True) if size == 0):
-            self._sink(spec.name, torch.empty(spec.shape, dtype=_DTYPES[spec.dtype]))
+            self._sink(spec.name, torch.empty(spec.shape, dtype=DTYPES[spec.dtype]))
         coming = self._post(0)
         for number, (size, pieces) in enumerate(self._buckets):
             arriving, coming = coming, self._post(number + 1)
@@ -351,7 +341,7 @@ class _Intake:
 
     def _deliver(self, index: int, content: Bytes) -> None:
         spec = self._specs[index]
-        tensor = torch.from_numpy(content).view(_DTYPES[spec.dtype]).reshape(spec.shape)
+        tensor = torch.from_numpy(content).view(DTYPES[spec.dtype]).reshape(spec.shape)
         for name in (spec.name, *self._twins.get(spec.name, ())):
             self._sink(name, tensor)
 

@@ -5,29 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from rlmq.common.dtypes import manifest_of, spec_of
 from rlmq.common.errors import IntegrityError
 from rlmq.common.weights import TensorSpec, WeightManifest
-
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-def weight_manifest(model: torch.nn.Module) -> WeightManifest:
-    """Names, shapes and dtypes of `model.state_dict()`, tied aliases included, in its order."""
-    return WeightManifest(
-        tuple(
-            TensorSpec(name, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype])
-            for name, tensor in model.state_dict().items()
-        )
-    )
 
 
 class StagedWeights:
@@ -37,7 +17,7 @@ class StagedWeights:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.layout = weight_manifest(model)
+        self.layout = manifest_of(model.state_dict().items())
         self._specs = {spec.name: spec for spec in self.layout.tensors}
         named = {**dict(model.named_parameters(remove_duplicate=False))}
         named.update(model.named_buffers(remove_duplicate=False))
@@ -65,7 +45,7 @@ class StagedWeights:
         spec = self._specs.get(name)
         if self._version is None or spec is None:
             raise IntegrityError(f"weight {name}", got="no load that expects it", expected="begin_load before it")
-        found = TensorSpec(name, tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
+        found = spec_of(name, tensor)
         if found != spec:
             raise IntegrityError(f"weight {name}", got=_describe(found), expected=_describe(spec))
         owner = self._owner[name]

@@ -9,28 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rlmq.common.dtypes import manifest_of
 from rlmq.common.engines.learning_rate import learning_rate
 from rlmq.common.engines.shared_prompts import Places, places_of, sharing_cost
 from rlmq.common.engines.token_logprobs import token_logprobs
 from rlmq.common.engines.training import LossFunction, MicroBatch, PolicyOutput, StepStats
 from rlmq.common.errors import IntegrityError, RestartRequired
-from rlmq.common.weights import TensorSpec, WeightManifest
+from rlmq.common.weights import WeightManifest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from rlmq.common.recipe.schema import TrainBlock
 
-DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _REDUCE_BUCKET_BYTES = 64 << 20
 
 
@@ -99,9 +90,7 @@ class TorchEngine:
 
     def layout(self) -> WeightManifest:
         """Names, shapes and dtypes of the weights as `shards` yields them."""
-        return WeightManifest(
-            tuple(TensorSpec(name, tuple(t.shape), DTYPE_NAMES[t.dtype]) for name, t in self.shards())
-        )
+        return manifest_of(self.shards())
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by name, tied aliases included, in the order of `layout`; references, not copies."""
