@@ -14,7 +14,7 @@ import structlog
 from rlmq.buffer.store import ExperienceStore
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.calls import Calls
-from rlmq.common.errors import DeadlineExceeded, ExitCode, Interrupted, RlmqError, Terminated
+from rlmq.common.errors import DeadlineExceeded, ExitCode, Fenced, Interrupted, RlmqError, Terminated
 from rlmq.common.metrics import BUFFER_LIVE_ROWS, BUFFER_PAYLOAD_BYTES, BUFFER_ROWS
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -71,30 +71,37 @@ class Controller:
         self._arm_signals(dispatch)
         trackers = Trackers(self._recipe, self._run, self._log)
         steering = RunSteering(self._recipe, dispatch, self._store, self._calls, trackers, self._log)
-        code: int = ExitCode.OK
-        error = ""
+        failure: RlmqError | None = None
         try:
-            for role in self._recipe.workers():
-                dispatch.want(role, "run")
-            self._await_workers(dispatch)
-            steering.prepare()
-            self._steering, self._phase = steering, "run"
-            algorithm_of(self._recipe).loop(steering)
-            self._phase = "stop"
-            self._finish(dispatch)
-        except RlmqError as failure:
-            code, error = failure.exit_code, str(failure)
-            self._log.error("ended", exit_code=int(code), error=error)
-        finally:
+            try:
+                self._follow_loop(dispatch, steering)
+            except Fenced:  # another controller steers: nothing here is this one's to end
+                raise
+            except RlmqError as error:
+                failure = error
+                self._log.error("ended", exit_code=int(error.exit_code), error=str(error))
             self._phase = "stop"
             dispatch.dismiss(_LEAVE_S)
-            self._write_summary(steering, int(code))
+            self._write_summary(steering, int(failure.exit_code) if failure else ExitCode.OK)
             self._write_progress(dispatch.roster, force=True)
+        finally:  # after an unexpected error the workers stay: the supervisor starts the next controller
             trackers.close()
             dispatch.bus.close()
-        if error:
-            raise _Ended(error, ExitCode(code))
-        return int(code)
+        if failure is not None:
+            raise failure
+        return ExitCode.OK
+
+    def _follow_loop(self, dispatch: Dispatch, steering: RunSteering) -> None:
+        for role in self._recipe.workers():
+            dispatch.want(role, "run")
+        self._await_workers(dispatch)
+        steering.prepare()
+        self._steering, self._phase = steering, "run"
+        algorithm_of(self._recipe).loop(steering)
+        self._phase = "stop"
+        for method in ("flush", "report"):
+            call_id = f"end/{dispatch.epoch}/recorder.{method}"
+            dispatch.call(call_id, "recorder", method, {}, deadline_s=self._recipe.deadlines.step_s)
 
     def _await_workers(self, dispatch: Dispatch) -> None:
         deadline = time.monotonic() + self._recipe.deadlines.start_s
@@ -109,11 +116,6 @@ class Controller:
                 )
             dispatch.sleep(0.5)
         self._log.info("workers ready", seconds=round(time.monotonic() - self._began, 2))
-
-    def _finish(self, dispatch: Dispatch) -> None:
-        for method in ("flush", "report"):
-            call_id = f"end/{dispatch.epoch}/recorder.{method}"
-            dispatch.call(call_id, "recorder", method, {}, deadline_s=self._recipe.deadlines.step_s)
 
     def _arm_signals(self, dispatch: Dispatch) -> None:
         def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -194,14 +196,6 @@ class Controller:
             "exit": code,
         }
         _write_json(self._run.summary, summary)
-
-
-class _Ended(RlmqError):
-    """The run's one message, with its exit code."""
-
-    def __init__(self, message: str, exit_code: ExitCode) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def _rewards(line: dict[str, Any] | None) -> dict[str, float] | None:
