@@ -84,7 +84,7 @@ class Controller:
             dispatch.dismiss(_LEAVE_S)
             self._write_summary(steering, int(failure.exit_code) if failure else ExitCode.OK)
             self._write_progress(dispatch.roster, force=True)
-        finally:  # after an unexpected error the workers stay: the supervisor starts the next controller
+        finally:  # after an unexpected error the workers are left to who started them
             trackers.close()
             dispatch.bus.close()
         if failure is not None:

@@ -16,6 +16,7 @@ from rlmq.common.errors import DeadlineExceeded, ExitCode, Fenced, RlmqError
 from rlmq.common.messages import CallBell, DesiredBell, Done, Goodbye, Heartbeat
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
+from rlmq.controller.restarts import FATAL
 from rlmq.controller.roster import Roster
 
 _POLL_S = 1.0
@@ -168,8 +169,7 @@ class Dispatch:
 
     def _goodbye(self, goodbye: Goodbye) -> None:
         self.roster.left(goodbye)
-        final = {ExitCode.USAGE, ExitCode.DEPENDENCY, ExitCode.DEADLINE, ExitCode.INTEGRITY}
-        if goodbye.exit_code in final and self._stop_error is None:
+        if goodbye.exit_code in FATAL and self._stop_error is None:
             raise WorkerFailed(f"{goodbye.role}-{goodbye.rank}", goodbye)
 
     def sleep(self, timeout_s: float) -> None:
