@@ -164,7 +164,18 @@ class ControllerBus(_Bus):
                 raise DependencyError(
                     f"control socket {address}", got=str(error), remedy="End the process that holds it"
                 ) from error
+        self._bound = {path: path.stat().st_ino for path in (run.sockets / "doorbell", run.sockets / "reports")}
         self._thread.start()
+
+    def close(self) -> None:
+        """Close, and remove the socket files unless a later controller has put its own there."""
+        super().close()
+        for path, inode in self._bound.items():
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == inode:
+                    path.unlink()
+            with contextlib.suppress(OSError):  # somebody else's sockets are in it too
+                path.parent.rmdir()
 
     def ring(self, role: str, bell: Doorbell) -> None:
         """Send a doorbell to every worker of a role."""

@@ -142,6 +142,7 @@ def test_a_socket_path_that_is_taken_is_named(run: RunFolder) -> None:
             ControllerBus(run, tick=lambda: None, tick_s=1.0)
     finally:
         (run.sockets / "doorbell").rmdir()
+        run.sockets.rmdir()
 
 
 def test_closing_ends_the_thread(run: RunFolder) -> None:
@@ -149,3 +150,20 @@ def test_closing_ends_the_thread(run: RunFolder) -> None:
     with controller(run), worker(run, []):
         assert threading.active_count() > before
     wait_until(lambda: threading.active_count() == before)
+
+
+def test_closing_leaves_no_socket_file(run: RunFolder) -> None:
+    with controller(run), worker(run, []):
+        assert run.sockets.is_dir()
+    assert not run.sockets.exists()
+
+
+def test_a_controller_that_was_replaced_leaves_the_new_ones_sockets(run: RunFolder) -> None:
+    # given a second controller that has bound the same addresses after the first
+    old = ControllerBus(run, tick=lambda: None, tick_s=1.0)
+    with controller(run) as new:
+        # when the first one closes
+        old.close()
+        # then the second is still reached
+        with worker(run, []):
+            wait_until(lambda: bool(new.reports()))
