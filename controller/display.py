@@ -131,7 +131,9 @@ def run_panel(
     activity = progress.get("activity")
     doing = activity if isinstance(activity, dict) else {}
     roles = "   ".join(f"[cyan]{escape(str(name))}[/] {escape(str(what))}" for name, what in doing.items())
-    parts: list[RenderableType] = [ProgressBar(total=max(steps, 1), completed=step), figures]
+    bar = Table.grid(expand=True)  # a bar alone ends no line
+    bar.add_row(ProgressBar(total=max(steps, 1), completed=step))
+    parts: list[RenderableType] = [bar, figures]
     if roles:
         parts.append(roles)
     for line in newest:

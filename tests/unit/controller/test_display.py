@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rlmq.common.run_folder import RunFolder
-from rlmq.controller.display import Display, GrowingLines, describe_line, duration, print_summary
+from rlmq.controller.display import Display, GrowingLines, describe_line, duration, print_summary, run_panel
 
 PROGRESS = {
     "phase": "run",
@@ -161,3 +161,13 @@ def test_a_summary_of_a_run_without_evaluation_has_no_table(run: RunFolder) -> N
     print_summary(run, {"eval_before": None, "eval_after": None}, screen)
 
     assert "evaluation" not in out.getvalue()
+
+
+def test_the_progress_bar_and_the_figures_have_lines_of_their_own() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(run_panel("demo-1", {"phase": "run", "step": 3, "steps": 20}, [], 1.0))
+    lines = console.export_text().splitlines()
+    [bar] = [line for line in lines if "━" in line]
+    [figures] = [line for line in lines if "phase run" in line]
+    assert "phase" not in bar
+    assert "step 3/20" in figures
