@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -149,3 +150,41 @@ def test_bfloat16_and_activation_checkpointing(cli: Any, recipe: Path) -> None:
     done = cli.run("up", recipe, "train.steps=2", "train.dtype=bfloat16", "train.activation_checkpointing=true")
     assert done.code == 0, done.text
     assert all(math.isfinite(line["grad_norm"]) for line in cli.metrics("own"))
+
+
+def test_verls_columns_and_signature_work_unchanged_from_parquet(cli: Any, recipe: Path, tmp_path: Path) -> None:
+    # given verl's column convention in a Parquet file, with a gap in a nested field, and its scorer's signature
+    rows = [
+        {
+            "data_source": "sums" if k % 2 else "words",
+            "prompt": [{"role": "user", "content": f"What is {k}?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(k)},
+            "extra_info": {"index": k, "hint": None if k % 2 else "h"},
+        }
+        for k in range(8)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "verl.parquet")
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert type(extra_info['index']) is int and extra_info['hint'] in (None, 'h')\n"
+        "    return int(ground_truth) + (100 if data_source == 'sums' else 0)\n"
+    )
+    # when it runs
+    done = cli.run(
+        "up",
+        recipe,
+        "data.train=verl.parquet",
+        "data.prompts_per_step=8",
+        "train.steps=1",
+        "reward.0.function=score.py:compute_score",
+    )
+    # then every row has its own score
+    assert done.code == 0, done.text
+    run = cli.newest_run("own")
+    found = [row for path in run.glob("samples/train-*.parquet") for row in pq.read_table(path).to_pylist()]
+    assert len(found) == 16
+    for row in found:
+        record = json.loads(row["record"])
+        k = int(record["reward_model"]["ground_truth"])
+        assert row["reward"] == k + (100 if k % 2 else 0)
+        assert row["prompt_text"].count("What is") == 1
