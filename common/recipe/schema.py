@@ -230,7 +230,7 @@ class Recipe(Block):
         default=("jsonl",), description="Where metrics go; jsonl always."
     )
     deterministic: bool = Field(
-        default=False, description="Results independent of timing, worker count and restarts."
+        default=False, description="Results independent of timing, restarts and the number of rollout workers."
     )
 
     @property
