@@ -16,18 +16,42 @@ from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from rlmq.buffer import library
+from rlmq.buffer.wire import ANSWER_S, Argument, Command, Scattered, Wire
+from rlmq.buffer.wire import new_connection as new_connection  # noqa: PLC0414
 from rlmq.common.errors import DependencyError, IntegrityError, RlmqError, UsageError
 
 RETRY_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
-_ANSWER_S = 30.0
 _LEAST_REDIS, _LEAST_VALKEY = (7, 0), (8, 0)
+_DENIED = ("executing the script can't", "ACL failure in script")  # what a function may not do, by server version
+_RIGHTS = "Give the server's user the rules of rlmq.buffer.acl.acl_rules(RUN)"
+_NOT_THERE = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError, redis.InvalidResponse)
 
-Argument = str | bytes | int | float
-Command = tuple[Argument, ...]
+Payload = bytes | Scattered
+
+
+class _LibraryMissing(DependencyError):
+    """The server lacks the functions, and this user may not load them."""
+
+
+class _Backoff:
+    """Pauses that double, until an absolute `time.monotonic()`."""
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+        self._pause_s = _FIRST_PAUSE_S
+
+    def sleep(self) -> bool:
+        """One pause; False, at once, when it would last beyond the end."""
+        if time.monotonic() + self._pause_s > self._until:
+            return False
+        time.sleep(self._pause_s * random.uniform(0.5, 1.0))
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return True
 
 
 def connect(url: str, deadline: float) -> redis.Redis:
@@ -35,47 +59,54 @@ def connect(url: str, deadline: float) -> redis.Redis:
 
     Args:
         url: `redis://host:port/0`, `rediss://…` or `unix:///path/to.sock`.
-        deadline: `time.monotonic()` until which an absent or loading server is waited for.
+        deadline: `time.monotonic()` until which an absent or loading server is waited for, and one without
+            the functions where this user may not load them.
 
     Raises:
         UsageError: not such a URL.
-        DependencyError: no server, not a Redis, wrong password, too old, or it evicts keys.
+        DependencyError: no server, not a Redis, wrong password, missing rights, too old, or it evicts keys.
     """
     try:
-        client = redis.Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=_ANSWER_S)
+        client = redis.Redis.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=ANSWER_S)
     except ValueError as error:
         expected = "redis://host:port, rediss://host:port or unix:///path/to.sock"
         raise UsageError("redis.url", got=repr(_shown(url)), expected=expected) from error
-    pause_s = _FIRST_PAUSE_S
+    backoff = _Backoff(deadline)
     while True:
         try:
-            prepare(client, _shown(url))
+            prepare(client)
             return client
+        except _LibraryMissing:
+            if not backoff.sleep():
+                client.close()
+                raise
         except RlmqError:
             client.close()
             raise
         except redis.AuthenticationError as error:
             client.close()
-            raise _unfit(url, str(error), "a password that the server accepts", "Correct redis.url") from error
+            raise _wrong_password(url, error) from error
         except (redis.ConnectionError, redis.TimeoutError) as error:
-            if time.monotonic() + pause_s > deadline:
+            if not backoff.sleep():
                 client.close()
                 remedy = "Start it, or correct redis.url"
                 raise _unfit(url, f"{error}", "a Redis server that answers", remedy) from error
-            time.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         except redis.RedisError as error:
             client.close()
             raise _unfit(url, f"{type(error).__name__}: {error}", "a Redis server", "Correct redis.url") from error
 
 
-def prepare(client: redis.Redis, name: str = "the Redis server") -> None:
-    """Check version and eviction policy, and load the functions.
+def prepare(client: redis.Redis) -> None:
+    """Check version and eviction policy, and load the functions where they are missing.
 
     Raises:
-        DependencyError: the server is unfit. redis.RedisError: as it comes.
+        DependencyError: the server is unfit, or its user lacks rights. redis.RedisError: as it comes.
     """
-    info = client.info()
+    name = _address(client)
+    try:
+        info = client.info()
+    except NoPermissionError as error:
+        raise _unfit(name, str(error), "a user that may run INFO", _RIGHTS) from error
     if not isinstance(info, dict) or "redis_version" not in info:
         raise _unfit(name, "an answer to INFO without a version", "a Redis server", "Correct redis.url")
     valkey = info.get("server_name") == "valkey"
@@ -89,7 +120,26 @@ def prepare(client: redis.Redis, name: str = "the Redis server") -> None:
     if policy != "noeviction" and int(info.get("maxmemory", 0)) > 0:
         remedy = "Run: redis-cli CONFIG SET maxmemory-policy noeviction"
         raise _unfit(name, f"maxmemory-policy {policy}", "noeviction (others lose rows silently)", remedy)
-    library.load(client)
+    _load(client)
+
+
+def _load(client: redis.Redis) -> None:
+    """Load the library unless the server has it.
+
+    Raises:
+        DependencyError: it is missing and the user may not load it. redis.RedisError: as it comes.
+    """
+    try:
+        library.load(client)
+    except NoPermissionError as error:
+        if "function|load" not in str(error):
+            raise _unfit(_address(client), str(error), "a user that may run FUNCTION LIST", _RIGHTS) from error
+        raise _LibraryMissing(
+            f"Redis at {_address(client)}",
+            got=f"no library {library.library_name()}, and a user without the right to load it",
+            expected="the library, loaded by the run's controller, whose user has +function|load",
+            remedy="Start the controller first, with the same version of rlmq",
+        ) from error
 
 
 def as_client(client_or_url: redis.Redis | str, wait_s: float = RETRY_S) -> redis.Redis:
@@ -108,16 +158,18 @@ def _shown(url: str) -> str:
     return url.replace(f":{password}@", ":***@") if password else url
 
 
+def _address(client: redis.Redis) -> str:
+    """Where the client connects to."""
+    options = client.connection_pool.connection_kwargs
+    return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
+
+
 def _unfit(url: str, got: str, expected: str, remedy: str) -> DependencyError:
     return DependencyError(f"Redis at {_shown(url)}", got=got, expected=expected, remedy=remedy)
 
 
-def new_connection(client: redis.Redis) -> Any:
-    """A connection of its own like the client's (redis-py does not type them), that leaves retries to its user."""
-    connection: Any = client.connection_pool.make_connection()
-    connection.retry = Retry(NoBackoff(), 0)
-    connection.socket_timeout = connection.socket_timeout or _ANSWER_S
-    return connection
+def _wrong_password(url: str, error: redis.AuthenticationError) -> DependencyError:
+    return _unfit(url, str(error), "a password that the server accepts", "Correct redis.url")
 
 
 class Link:
@@ -127,39 +179,37 @@ class Link:
         self._client = client
         self._retry_s = retry_s
         self._lock = threading.Lock()
-        self._connection = new_connection(client)
+        self._wire = Wire(client)
 
-    def call(self, verb: str, prefix: str, *args: Argument, payload: Sequence[tuple[str, bytes]] = ()) -> list[Any]:
+    def call(
+        self, verb: str, prefix: str, *args: Argument, payload: Sequence[tuple[str, Payload]] = ()
+    ) -> list[Any]:
         """Run a function; `payload` is set in the same transaction before it.
 
         Returns:
             The function's reply; its first element is the status, as text.
 
         Raises:
-            DependencyError: no server within `retry_s`. IntegrityError: the server does not know the table.
+            DependencyError: no server within `retry_s`, or one that refuses writes or lacks rights or functions.
+            IntegrityError: the server does not know the table.
             redis.ResponseError: as it comes, `OutOfMemoryError` included (nothing was written).
         """
         return self.calls([(verb, prefix, *args)], payload=payload)[0]
 
-    def calls(self, calls: Sequence[Command], *, payload: Sequence[tuple[str, bytes]] = ()) -> list[list[Any]]:
+    def calls(self, calls: Sequence[Command], *, payload: Sequence[tuple[str, Payload]] = ()) -> list[list[Any]]:
         """Several functions in one round trip; see `call`."""
-        commands: list[Command] = [("FCALL", library.function_name(str(c[0])), 1, *c[1:]) for c in calls]
+        commands = _function_calls(calls)
         if payload:
             commands = [("MULTI",), *(("SET", key, data) for key, data in payload), *commands, ("EXEC",)]
-        try:
-            replies = self._functions(commands, len(calls), in_transaction=bool(payload))
-        except redis.ResponseError as error:
-            if str(error).startswith("MISCONF"):
-                raise DependencyError(
-                    "Redis",
-                    got=str(error),
-                    expected="a server that can write its append-only file",
-                    remedy="Free disk space and give the same command again",
-                ) from error
-            if "Function not found" not in str(error):
-                raise
-            library.load(self._client)  # the server came back without it
-            replies = self._functions(commands, len(calls), in_transaction=bool(payload))
+        backoff = _Backoff(time.monotonic() + self._retry_s)
+        while True:
+            try:
+                replies = self._functions(commands, len(calls), in_transaction=bool(payload))
+                break
+            except redis.ResponseError as error:
+                if "Function not found" not in str(error):
+                    raise
+            self._load_again(backoff)  # the server came back without it
         for call, reply in zip(calls, replies, strict=True):
             if reply[0] == b"unknown":
                 raise IntegrityError(
@@ -180,47 +230,83 @@ class Link:
             replies = last
         functions = replies[-count:]
         for reply in functions:
-            if isinstance(reply, Exception):
-                raise reply
-        return list(functions)
+            if isinstance(reply, redis.RedisError):
+                raise self._refusal(reply) or reply
+        return functions
+
+    def _load_again(self, backoff: _Backoff) -> None:
+        """Load the library, or leave a pause in which somebody who may can do it, or the server comes back."""
+        try:
+            _load(self._client)
+        except _LibraryMissing:
+            if not backoff.sleep():
+                raise
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            if not backoff.sleep():
+                raise self._away(error) from error
 
     def exchange(self, commands: Sequence[Command]) -> list[Any]:
-        """Send all commands at once and read all replies; an error reply is an exception in the list."""
+        """Send all commands at once and read all replies; an error reply is an exception in the list.
+
+        A server that is loading, or read-only, is not there yet.
+
+        Raises:
+            DependencyError: no server within `retry_s`, or one that refuses writes or this user.
+        """
         with self._lock:
-            end = time.monotonic() + self._retry_s
-            pause_s = _FIRST_PAUSE_S
+            backoff = _Backoff(time.monotonic() + self._retry_s)
             while True:
                 try:
                     return self._round_trip(commands)
-                except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
-                    self._connection.disconnect()
-                    if time.monotonic() + pause_s > end:
-                        remedy = "Look at its log, start it again; the run goes on where it was"
-                        got = f"no answer for {self._retry_s:g} s ({error})"
-                        raise DependencyError(
-                            "Redis", got=got, expected="the run's server", remedy=remedy
-                        ) from error
-                    time.sleep(pause_s * random.uniform(0.5, 1.0))
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                except redis.AuthenticationError as error:
+                    raise _wrong_password(_address(self._client), error) from error
+                except _NOT_THERE as error:
+                    self._wire.disconnect()
+                    if not backoff.sleep():
+                        raise self._away(error) from error
 
     def attempt(self, calls: Sequence[Command]) -> None:
         """Run functions once, for tidying up: a server that is away or refuses is left alone."""
-        commands: list[Command] = [("FCALL", library.function_name(str(c[0])), 1, *c[1:]) for c in calls]
-        with self._lock, suppress(redis.RedisError, OSError):
-            if self._connection.is_connected:
-                self._round_trip(commands)
+        with self._lock, suppress(redis.RedisError, DependencyError):
+            if self._wire.connected:
+                self._round_trip(_function_calls(calls))
 
     def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
-        connection = self._connection
-        connection.send_packed_command(connection.pack_commands(commands), check_health=False)
-        replies: list[Any] = []
-        for _ in commands:
-            try:
-                replies.append(connection.read_response())
-            except redis.ResponseError as error:
-                replies.append(error)
+        try:
+            self._wire.send(commands)
+            replies = [self._wire.receive() for _ in commands]
+        except BaseException:
+            self._wire.disconnect()  # what is left unread must not answer the next command
+            raise
+        for reply in replies:
+            if isinstance(reply, redis.RedisError):
+                if isinstance(reply, _NOT_THERE):
+                    raise reply
+                if refusal := self._refusal(reply):
+                    raise refusal from reply
         return replies
+
+    def _away(self, error: redis.RedisError) -> DependencyError:
+        got = f"no answer for {self._retry_s:g} s ({error})"
+        remedy = "Look at its log, start it again; the run goes on where it was"
+        return _unfit(_address(self._client), got, "the run's server", remedy)
+
+    def _refusal(self, error: redis.RedisError) -> DependencyError | None:
+        """What the user can do about an answer that no second try would change; None for others."""
+        text = str(error)
+        if text.startswith("MISCONF"):
+            expected = "a server that can write its append-only file"
+            remedy = "Free disk space and give the same command again"
+        elif isinstance(error, NoPermissionError) or any(sign in text for sign in _DENIED):
+            expected, remedy = "a user with the rights of a worker", _RIGHTS
+        else:
+            return None
+        return _unfit(_address(self._client), text, expected, remedy)
 
     def close(self) -> None:
         """Close the connection."""
-        self._connection.disconnect()
+        self._wire.disconnect()
+
+
+def _function_calls(calls: Sequence[Command]) -> list[Command]:
+    return [("FCALL", library.function_name(str(c[0])), 1, *c[1:]) for c in calls]
