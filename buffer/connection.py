@@ -198,10 +198,10 @@ class Link:
 
     def calls(self, calls: Sequence[Command], *, payload: Sequence[tuple[str, Payload]] = ()) -> list[list[Any]]:
         """Several functions in one round trip; see `call`."""
-        commands = _function_calls(calls)
+        commands = [_function_call(*call) for call in calls]
         if payload:
             commands = [("MULTI",), *(("SET", key, data) for key, data in payload), *commands, ("EXEC",)]
-        backoff = _Backoff(time.monotonic() + self._retry_s)
+        backoff: _Backoff | None = None
         while True:
             try:
                 replies = self._functions(commands, len(calls), in_transaction=bool(payload))
@@ -209,16 +209,18 @@ class Link:
             except redis.ResponseError as error:
                 if "Function not found" not in str(error):
                     raise
+            backoff = backoff or _Backoff(time.monotonic() + self._retry_s)
             self._load_again(backoff)  # the server came back without it
         for call, reply in zip(calls, replies, strict=True):
-            if reply[0] == b"unknown":
+            reply[0] = reply[0].decode()
+            if reply[0] == "unknown":
                 raise IntegrityError(
                     f"table behind {call[1]!s}*",
                     got="no such table in the server",
                     expected="the table that this run opened",
                     remedy="The server came back empty or was flushed: restore its data, or start a new run",
                 )
-        return [[reply[0].decode(), *reply[1:]] for reply in replies]
+        return replies
 
     def _functions(self, commands: Sequence[Command], count: int, *, in_transaction: bool) -> list[Any]:
         replies = self.exchange(commands)
@@ -254,7 +256,8 @@ class Link:
             DependencyError: no server within `retry_s`, or one that refuses writes or this user.
         """
         with self._lock:
-            backoff = _Backoff(time.monotonic() + self._retry_s)
+            backoff: _Backoff | None = None
+            start = time.monotonic()
             while True:
                 try:
                     return self._round_trip(commands)
@@ -262,6 +265,7 @@ class Link:
                     raise _wrong_password(_address(self._client), error) from error
                 except _NOT_THERE as error:
                     self._wire.disconnect()
+                    backoff = backoff or _Backoff(start + self._retry_s)
                     if not backoff.sleep():
                         raise self._away(error) from error
 
@@ -269,7 +273,7 @@ class Link:
         """Run functions once, for tidying up: a server that is away or refuses is left alone."""
         with self._lock, suppress(redis.RedisError, DependencyError):
             if self._wire.connected:
-                self._round_trip(_function_calls(calls))
+                self._round_trip([_function_call(*call) for call in calls])
 
     def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
         try:
@@ -308,5 +312,5 @@ class Link:
         self._wire.disconnect()
 
 
-def _function_calls(calls: Sequence[Command]) -> list[Command]:
-    return [("FCALL", library.function_name(str(c[0])), 1, *c[1:]) for c in calls]
+def _function_call(verb: Argument, *arguments: Argument) -> Command:
+    return ("FCALL", library.function_name(str(verb)), 1, *arguments)

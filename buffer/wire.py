@@ -233,41 +233,47 @@ def pack(commands: Sequence[Command]) -> tuple[list[ReadableBuffer], int]:
     Large arguments are buffers of their own, not copied; what lies between is joined.
     """
     buffers: list[ReadableBuffer] = []
-    total_bytes = 0
     texts: list[bytes] = []
+    total_bytes = 0
+    for command in commands:
+        if _SMALL.issuperset(map(type, command)):
+            texts.append(hiredis.pack_command(command))  # type: ignore[arg-type]  # none is scattered
+        else:
+            total_bytes += _pack_large(command, texts, buffers)
+    text = b"".join(texts)
+    buffers.append(text)
+    return buffers, total_bytes + len(text)
 
-    def hand_over(parts: Sequence[ReadableBuffer], nbytes: int) -> None:
-        nonlocal total_bytes
-        text = b"%b$%d\r\n" % (b"".join(texts), nbytes)
+
+def _pack_large(command: Command, texts: list[bytes], buffers: list[ReadableBuffer]) -> int:
+    """Put large arguments, and the texts before each, into the buffers; returns how many bytes these were."""
+    total_bytes = 0
+    texts.append(b"*%d\r\n" % len(command))
+    for argument in command:
+        parts: Sequence[ReadableBuffer]
+        if isinstance(argument, bytes | str | int | float):
+            data = _encoded(argument)
+            if len(data) < _LARGE_BYTES:
+                texts.append(b"$%d\r\n%b\r\n" % (len(data), data))
+                continue
+            parts, nbytes = (data,), len(data)
+        else:
+            parts, nbytes = argument.parts, argument.nbytes
+        texts.append(b"$%d\r\n" % nbytes)
+        text = b"".join(texts)
         buffers.append(text)
         buffers.extend(parts)
         total_bytes += len(text) + nbytes
         texts[:] = (b"\r\n",)
+    return total_bytes
 
-    for command in commands:
-        if _SMALL.issuperset(map(type, command)):
-            texts.append(hiredis.pack_command(command))  # type: ignore[arg-type]  # none is scattered
-            continue
-        texts.append(b"*%d\r\n" % len(command))
-        for argument in command:
-            if isinstance(argument, bytes):
-                data = argument
-            elif isinstance(argument, str):
-                data = argument.encode()
-            elif isinstance(argument, int):
-                data = b"%d" % argument
-            elif isinstance(argument, float):
-                data = repr(argument).encode()
-            else:
-                hand_over(argument.parts, argument.nbytes)
-                continue
-            if len(data) < _LARGE_BYTES:
-                texts.append(b"$%d\r\n%b\r\n" % (len(data), data))
-            else:
-                hand_over((data,), len(data))
-    text = b"".join(texts)
-    buffers.append(text)
-    return buffers, total_bytes + len(text)
+
+def _encoded(argument: bytes | str | int | float) -> bytes:
+    if isinstance(argument, bytes):
+        return argument
+    if isinstance(argument, str):
+        return argument.encode()
+    return b"%d" % argument if isinstance(argument, int) else repr(argument).encode()
 
 
 def _send_all(sock: socket.socket, buffers: Sequence[ReadableBuffer], total_bytes: int) -> None:
