@@ -20,15 +20,20 @@ TABLE_SUFFIXES = {
     "config": "config",
     "ended": "ended",
     "marks": "marks",
+    "clients": "clients",
     "logged": "logged",
-    "applied": "applied",
     "chunk": "chunk:",
     "payload": "payload:",
     "ready": "ready:",
+    "priority": "priority:",
+    "open": "open:",
+    "since": "since:",
+    "groups": "groups:",
     "leases": "leases",
-    "deadlines": "deadlines",
     "trained": "trained",
+    "dead": "dead",
     "waiters": "waiters",
+    "waiting": "waiting:",
     "wake": "wake:",
 }
 # Suffixes of a run's control records.
@@ -67,9 +72,9 @@ def run_prefix(run_id: str) -> str:
     return f"rlmq:{{{checked_name('run', run_id)}}}:"
 
 
-def payload_key(prefix: str, name: str) -> str:
-    """Key of one piece of payload (an Arrow record batch without its schema)."""
-    return f"{prefix}{TABLE_SUFFIXES['payload']}{name}"
+def payload_key(prefix: str, chunk: str, unit: int, name: str) -> str:
+    """Key of one piece of payload: columns of one unit (1-based) as an Arrow record batch without its schema."""
+    return f"{prefix}{TABLE_SUFFIXES['payload']}{chunk}/{unit}.{name}"
 
 
 def wake_key(prefix: str, waiter: str) -> str:

@@ -1,36 +1,63 @@
 """How a table's columns and stages lie in the server: units of columns, the configuration, the fingerprints.
 
-A *unit* is a set of columns that one role writes and the same stages need: it travels as one piece of
-payload, and readiness is tracked per unit, so that a claim moves only what it asks for.
+A *unit* (column group) is a set of columns that one role writes and the same stages need: it travels as one
+piece of payload, and readiness is tracked per unit, so that a claim moves only what it asks for. Units are
+fixed when the table is created; a stage that is added later needs the units that hold its columns.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import pyarrow as pa
 
-from rlmq.buffer.store import Stage, Table
-from rlmq.common.columns import arrow_schema, fingerprint
+from rlmq.buffer.store import Stage, Table, VersionWindow
+from rlmq.common.columns import Column, arrow_schema, fingerprint
 from rlmq.common.errors import SchemaMismatch, UsageError
 
 END_COLUMNS = pa.schema([("end_state", pa.string()), ("end_reason", pa.string()), ("end_step", pa.int64())])
-MAX_DELIVERIES = 40  # the functions keep deliveries in one character
+LINEAGE = pa.field("lineage", pa.string())
+TOLD = pa.schema([*END_COLUMNS, LINEAGE])  # columns that the store itself tells
+MAX_DELIVERIES = 40  # the functions keep deliveries and uses in one character each
 MAX_CAPACITY_ROWS = 2**31
+_MIN_BATCH_LIMIT = 2**31
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A table with everything derived from it."""
+    """A table with everything derived from it. `units` is empty for a table that is not in the server yet."""
 
     table: Table
+    fixed_units: tuple[tuple[str, ...], ...] = field(default=())
 
     def __post_init__(self) -> None:
         _check(self.table)
+
+    @classmethod
+    def stored(cls, name: str, blobs: Sequence[bytes]) -> Layout:
+        """The layout of a table as the server has it: columns, limits, one blob per stage."""
+        columns, limits, *stages = (msgspec.msgpack.decode(blob) for blob in blobs)
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(columns["columns"])))
+        return cls(
+            Table(
+                name,
+                tuple(Column(f.name, f.type, w) for f, w in zip(schema, columns["writers"], strict=True)),
+                tuple(_stage(one) for one in stages),
+                capacity_rows=limits["capacity_rows"],
+                capacity_bytes=limits["capacity_bytes"],
+                max_uses=limits["max_uses"],
+                window=VersionWindow(**limits["window"]) if limits["window"] else None,
+                seed=limits["seed"],
+                max_dead_rows=limits["max_dead_rows"],
+            ),
+            tuple(tuple(names) for names in columns["units"]),
+        )
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -40,11 +67,18 @@ class Layout:
     @cached_property
     def units(self) -> tuple[tuple[str, ...], ...]:
         """Column names by unit, units by their first column."""
+        if self.fixed_units:
+            return self.fixed_units
         units: dict[tuple[str, frozenset[str]], list[str]] = {}
         for column in self.table.columns:
             stages = frozenset(s.name for s in self.table.stages if column.name in s.needs)
             units.setdefault((column.writer, stages), []).append(column.name)
         return tuple(tuple(names) for names in units.values())
+
+    @cached_property
+    def unit_schemas(self) -> tuple[pa.Schema, ...]:
+        """Schema of each unit's pieces."""
+        return tuple(pa.schema([self.schema.field(name) for name in names]) for names in self.units)
 
     @cached_property
     def place(self) -> dict[str, tuple[int, int]]:
@@ -58,82 +92,150 @@ class Layout:
 
     @cached_property
     def shape_fingerprint(self) -> str:
-        """Changes with what rows in the server depend on: stages by name, needs, scope, ended."""
-        stages = [(s.name, sorted(s.needs), s.scope, s.ended) for s in self.table.stages]
-        return hashlib.sha256(repr((self.units, stages)).encode()).hexdigest()[:16]
+        """Changes with what rows in the server depend on: stages by name, needs, scope, selector, ended."""
+        stages = [(s.name, sorted(s.needs), s.scope, s.selector, s.ended) for s in self.table.stages]
+        return hashlib.sha256(repr(stages).encode()).hexdigest()[:16]
 
     @cached_property
-    def config(self) -> bytes:
-        """What the functions know of the table (msgpack)."""
-        stages = [
-            {
-                "name": s.name,
-                "scope": s.scope,
-                "ended": s.ended,
-                "needs": sorted({self.place[name][0] + 1 for name in s.needs}),
-                "lease_ms": int(s.lease_s * 1000),
-                "max_deliveries": s.max_deliveries,
-            }
-            for s in self.table.stages
-        ]
-        unit_columns = [len(names) for names in self.units]
-        config = {"capacity": self.table.capacity_rows, "units": len(self.units), "stages": stages}
-        return msgspec.msgpack.encode({**config, "unit_columns": unit_columns})
-
-    @cached_property
-    def version(self) -> str:
-        """Fingerprint of `config`."""
-        return hashlib.sha256(self.config).hexdigest()[:16]
+    def blobs(self) -> list[bytes]:
+        """What the functions know of the table (msgpack): columns, limits, one per stage."""
+        table = self.table
+        columns = {
+            "schema": self.schema_fingerprint,
+            "units": self.units,
+            "columns": base64.b64encode(self.schema.serialize()).decode(),
+            "writers": [c.writer for c in table.columns],
+        }
+        limits = {
+            "capacity_rows": table.capacity_rows,
+            "capacity_bytes": table.capacity_bytes,
+            "max_uses": table.max_uses,
+            "window": msgspec.to_builtins(table.window),
+            "seed": table.seed,
+            "max_dead_rows": table.max_dead_rows,
+        }
+        return [msgspec.msgpack.encode(one) for one in (columns, limits, *map(_stage_record, table.stages))]
 
     def stage_index(self, name: str) -> int:
         """1-based, as the functions count."""
-        for index, stage in enumerate(self.table.stages, start=1):
-            if stage.name == name:
-                return index
-        known = ", ".join(s.name for s in self.table.stages)
-        raise UsageError(f"stage of table '{self.table.name}'", got=repr(name), expected=f"one of {known}")
+        index = self._stage_indexes.get(name)
+        if index is None:
+            known = ", ".join(self._stage_indexes)
+            raise UsageError(f"stage of table '{self.table.name}'", got=repr(name), expected=f"one of {known}")
+        return index
+
+    @cached_property
+    def _stage_indexes(self) -> dict[str, int]:
+        return {stage.name: index for index, stage in enumerate(self.table.stages, start=1)}
 
     def stage(self, name: str) -> Stage:
         """The stage of this name."""
         return self.table.stages[self.stage_index(name) - 1]
 
-    def select(self, columns: Sequence[str] | None) -> pa.Schema:
-        """Schema of the asked-for columns (None: all of the table); `END_COLUMNS` may be among them."""
-        if columns is None:
-            return self.schema
-        for name in columns:
-            if name not in self.place and name not in END_COLUMNS.names:
-                raise SchemaMismatch(
-                    f"column of table '{self.table.name}'", got=repr(name), expected=f"one of {self.schema.names}"
-                )
-        return pa.schema([(self.schema if name in self.place else END_COLUMNS).field(name) for name in columns])
+    def select(self, columns: Sequence[str] | None) -> Selection:
+        """The asked-for columns (None: all of the table); those of `TOLD` may be among them."""
+        key = None if columns is None else tuple(columns)
+        found = self._selections.get(key)
+        if found is None:
+            names = self.schema.names if key is None else key
+            for name in names:
+                if name not in self.place and name not in TOLD.names:
+                    raise SchemaMismatch(
+                        f"column of table '{self.table.name}'",
+                        got=repr(name),
+                        expected=f"one of {self.schema.names}",
+                    )
+            fields = [(self.schema if name in self.place else TOLD).field(name) for name in names]
+            units = sorted({self.place[name][0] + 1 for name in names if name in self.place})
+            if "lineage" in names and "lineage" not in self.place:
+                units = list(range(1, len(self.units) + 1))
+            found = Selection(pa.schema(fields), tuple(units))
+            self._selections[key] = found
+        return found
 
-    def units_of(self, schema: pa.Schema) -> list[int]:
-        """1-based units that hold the schema's columns."""
-        return sorted({self.place[name][0] + 1 for name in schema.names if name in self.place})
+    @cached_property
+    def _selections(self) -> dict[tuple[str, ...] | None, Selection]:
+        return {}
 
-    def checked(self, rows: pa.RecordBatch, *, prefix: bool) -> pa.RecordBatch:
-        """`rows`, when its columns are of this table with the right types; with `prefix`, its first ones.
+    def checked(self, rows: pa.RecordBatch, *, prefix: bool) -> list[int]:
+        """Units (from 0) that `rows` brings, when they are whole units of this table with the right types.
+
+        With `prefix`, `rows` begins with the table's first column and follows its order.
 
         Raises:
-            SchemaMismatch: another name, type or order.
+            SchemaMismatch: another name, type or order, or a part of a unit.
         """
-        names = rows.schema.names
+        key = (rows.schema, prefix)
+        known = self._checked.get(key)
+        if known is None:
+            known = self._checked[key] = self._check_schema(rows.schema, prefix)
+        return known
+
+    @cached_property
+    def _checked(self) -> dict[tuple[pa.Schema, bool], list[int]]:
+        return {}
+
+    def _check_schema(self, schema: pa.Schema, prefix: bool) -> list[int]:
+        names = schema.names
         if len(set(names)) != len(names) or not names:
             raise SchemaMismatch(f"columns for table '{self.table.name}'", got=names, expected="distinct columns")
         if prefix and names != self.schema.names[: len(names)]:
             expected = f"the table's first columns {self.schema.names[: len(names)]}"
             raise SchemaMismatch(f"columns put into table '{self.table.name}'", got=names, expected=expected)
-        wanted = self.select([name for name in names if name not in END_COLUMNS.names or name in self.place])
-        for field in rows.schema:
-            if field.name not in self.place or field.type != wanted.field(field.name).type:
-                expected = (
-                    str(wanted.field(field.name).type) if field.name in self.place else "a column of the table"
-                )
+        for one in schema:
+            if one.name not in self.place or one.type != self.schema.field(one.name).type:
+                known = one.name in self.place
+                expected = str(self.schema.field(one.name).type) if known else f"one of {self.schema.names}"
+                raise SchemaMismatch(f"column '{one.name}' of '{self.table.name}'", got=one.type, expected=expected)
+        units = sorted({self.place[name][0] for name in names})
+        for unit in units:
+            missing = [name for name in self.units[unit] if name not in names]
+            if missing:
                 raise SchemaMismatch(
-                    f"column '{field.name}' of '{self.table.name}'", got=field.type, expected=expected
+                    f"columns for table '{self.table.name}'",
+                    got=f"{names} without {missing}",
+                    expected=f"the whole column group {list(self.units[unit])}",
+                    remedy="Write columns of one writer that the same stages need together",
                 )
-        return rows
+        return units
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Columns that a reader asks for, and the 1-based units that are needed for them."""
+
+    schema: pa.Schema
+    units: tuple[int, ...]
+
+
+def _stage_record(stage: Stage) -> dict[str, Any]:
+    return {
+        "name": stage.name,
+        "scope": stage.scope,
+        "ended": stage.ended,
+        "needs": sorted(stage.needs),
+        "lease_ms": max(1, int(stage.lease_s * 1000)),
+        "max_deliveries": stage.max_deliveries,
+        "selector": stage.selector,
+        "min_batch": stage.min_batch,
+        "max_wait_ms": None if stage.max_wait_s is None else int(stage.max_wait_s * 1000),
+        "min_size": stage.min_size,
+        "samples_per_insert": stage.samples_per_insert,
+        "error_buffer": stage.error_buffer,
+        "max_staleness": stage.max_staleness,
+        "group_deadline_ms": None if stage.group_deadline_s is None else int(stage.group_deadline_s * 1000),
+        "group_min": stage.group_min,
+    }
+
+
+def _stage(record: dict[str, Any]) -> Stage:
+    fields = dict(record)
+    fields["needs"] = tuple(fields["needs"])
+    fields["lease_s"] = fields.pop("lease_ms") / 1000
+    for name in ("max_wait", "group_deadline"):
+        value = fields.pop(f"{name}_ms")
+        fields[f"{name}_s"] = None if value is None else value / 1000
+    return Stage(**fields)
 
 
 def _check(table: Table) -> None:
@@ -143,15 +245,33 @@ def _check(table: Table) -> None:
         raise UsageError(subject, got=names, expected="distinct column names")
     if not 0 < table.capacity_rows <= MAX_CAPACITY_ROWS:
         raise UsageError(f"capacity_rows of {subject}", got=table.capacity_rows, expected="at least 1")
+    if table.capacity_bytes is not None and table.capacity_bytes < 1:
+        raise UsageError(f"capacity_bytes of {subject}", got=table.capacity_bytes, expected="at least 1, or None")
+    if not 1 <= table.max_uses <= MAX_DELIVERIES:
+        raise UsageError(f"max_uses of {subject}", got=table.max_uses, expected=f"1 to {MAX_DELIVERIES}")
     if len({s.name for s in table.stages}) != len(table.stages):
         raise UsageError(subject, got=[s.name for s in table.stages], expected="distinct stage names")
     for stage in table.stages:
-        missing = [name for name in stage.needs if name not in names]
-        if missing:
-            raise UsageError(
-                f"stage '{stage.name}' of {subject}", got=f"needs {missing}", expected=f"columns of {names}"
-            )
-        if not 1 <= stage.max_deliveries <= MAX_DELIVERIES or stage.lease_s <= 0:
-            got = f"max_deliveries {stage.max_deliveries}, lease_s {stage.lease_s}"
-            expected = f"1 to {MAX_DELIVERIES} deliveries and a positive lease"
-            raise UsageError(f"stage '{stage.name}' of {subject}", got=got, expected=expected)
+        _check_stage(stage, names, subject)
+
+
+def _check_stage(stage: Stage, names: list[str], table: str) -> None:
+    subject = f"stage '{stage.name}' of {table}"
+    missing = [name for name in stage.needs if name not in names]
+    if missing:
+        raise UsageError(subject, got=f"needs {missing}", expected=f"columns of {names}")
+    if not 1 <= stage.max_deliveries <= MAX_DELIVERIES or stage.lease_s <= 0:
+        got = f"max_deliveries {stage.max_deliveries}, lease_s {stage.lease_s}"
+        raise UsageError(subject, got=got, expected=f"1 to {MAX_DELIVERIES} deliveries and a positive lease")
+    if not 1 <= stage.min_batch <= _MIN_BATCH_LIMIT or stage.min_size < 0 or stage.error_buffer < 0:
+        got = f"min_batch {stage.min_batch}, min_size {stage.min_size}, error_buffer {stage.error_buffer}"
+        raise UsageError(subject, got=got, expected="min_batch ≥ 1, min_size ≥ 0, error_buffer ≥ 0")
+    if stage.samples_per_insert is not None and stage.samples_per_insert <= 0:
+        raise UsageError(subject, got=f"samples_per_insert {stage.samples_per_insert}", expected="more than 0")
+    if stage.group_deadline_s is not None and stage.scope not in ("group", "chunk"):
+        raise UsageError(subject, got=f"group_deadline_s in scope {stage.scope}", expected="scope group or chunk")
+    if stage.ended and (stage.selector != "fifo" or stage.scope not in ("row", "chunk")):
+        got = f"selector {stage.selector}, scope {stage.scope}"
+        raise UsageError(subject, got=got, expected="fifo rows for a stage of ended rows")
+    if stage.selector in ("uniform", "prioritized") and stage.scope == "chunk":
+        raise UsageError(subject, got=f"selector {stage.selector} in scope chunk", expected="row, group or batch")

@@ -15,7 +15,7 @@ import redis
 from rlmq.buffer.keys import RUN_SUFFIXES, TABLE_SUFFIXES
 
 _FOLDER = Path(__file__).parent / "functions"
-_FILES = ("vectors", "table", "wake", "rows", "put", "claim", "finish", "calls")  # each uses those before it
+_FILES = ("table", "runs", "rows", "wake", "put", "claim", "finish", "admin", "calls")  # each uses those before it
 _REGISTER = """
 local function register(name, callback, flag)
   redis.register_function{function_name = LIBRARY .. '_' .. name, callback = callback, flags = {flag}}

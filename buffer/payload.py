@@ -6,14 +6,17 @@ unit hide earlier ones where they overlap (a redelivered row is written again).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pyarrow as pa
 
 from rlmq.buffer import codec
-from rlmq.buffer.layout import END_COLUMNS, Layout
-from rlmq.buffer.store import RowRange
+from rlmq.buffer.keys import payload_key
+from rlmq.buffer.layout import END_COLUMNS, LINEAGE, Layout, Selection
+from rlmq.buffer.store import RowRange, Written
 from rlmq.common.errors import IntegrityError, UsageError
 
 _US, _RS = "\x1f", "\x1e"
@@ -21,56 +24,68 @@ _US, _RS = "\x1f", "\x1e"
 
 @dataclass(frozen=True, slots=True)
 class OutgoingPiece:
-    """One piece to set; `columns` is empty when it holds all of the unit."""
+    """One piece to set: all columns of a unit (1-based) for some rows of a chunk."""
 
     chunk: str
     first: int
     count: int
     unit: int
-    columns: str
-    data: bytes
+    data: codec.Encoded
     name: str
+
+    def key(self, prefix: str) -> str:
+        """Where the payload goes."""
+        return payload_key(prefix, self.chunk, self.unit, self.name)
+
+    def arguments(self) -> tuple[str | int, ...]:
+        """What the functions get to know of it."""
+        return self.chunk, self.first, self.count, self.unit, self.data.nbytes, self.name
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """One piece as the chunk's record names it; `columns` are names."""
+    """One piece as the chunk's record names it; `written_ms` counts from the chunk's put."""
 
+    unit: int
     name: str
     first: int
     count: int
-    columns: tuple[str, ...]
+    written_ms: int
+    version: int | None
+    tag: str
 
 
 @dataclass(slots=True)
 class Whereabouts:
-    """Where a chunk's payload is: pieces by unit (oldest first), and how its rows ended."""
+    """Where a chunk's payload is:
+
+    pieces by unit (oldest first), and how its rows ended. `at_ms` is when it was put.
+    """
 
     rows: int
+    at_ms: int = 0
     pieces: dict[int, list[StoredPiece]] = field(default_factory=dict)
     ends: list[tuple[int, int, str, int, str]] = field(default_factory=list)  # first, count, state, step, reason
 
 
-def cut(layout: Layout, batch: pa.RecordBatch, ranges: Sequence[RowRange], tag: str) -> list[OutgoingPiece]:
+def cut(
+    layout: Layout, batch: pa.RecordBatch, units: Sequence[int], ranges: Sequence[RowRange], tag: str
+) -> list[OutgoingPiece]:
     """Pieces of `batch`, whose rows are those of `ranges` in order; `tag` makes their names unique."""
-    by_unit: dict[int, list[str]] = {}
-    for name in batch.schema.names:
-        by_unit.setdefault(layout.place[name][0], []).append(name)
     pieces: list[OutgoingPiece] = []
-    for unit, given in by_unit.items():
-        names = [name for name in layout.units[unit] if name in given]
-        whole = len(names) == len(layout.units[unit])
-        columns = "" if whole else ",".join(str(layout.place[name][1]) for name in names)
-        part = batch.select(names)
+    joined = _joined(ranges)
+    for unit in units:
+        part = batch if len(layout.units[unit]) == batch.num_columns else batch.select(layout.units[unit])
         offset = 0
-        for one in _joined(ranges):
-            data = codec.encode(part.slice(offset, one.count)).to_pybytes()
-            if len(data) > codec.MAX_PIECE_BYTES:
-                got = f"{len(data)} bytes in {one.count} rows of {names}"
+        for one in joined:
+            whole = len(joined) == 1
+            data = codec.encode(part if whole else part.slice(offset, one.count))
+            if data.nbytes > codec.MAX_PIECE_BYTES:
+                got = f"{data.nbytes} bytes in {one.count} rows of {list(layout.units[unit])}"
                 expected = f"at most {codec.MAX_PIECE_BYTES}"
                 raise UsageError(f"chunk for table '{layout.table.name}'", got=got, expected=expected)
-            name = f"{one.chunk}/{unit + 1}.{tag}.{len(pieces)}"
-            pieces.append(OutgoingPiece(one.chunk, one.first, one.count, unit + 1, columns, data, name))
+            name = tag if whole else f"{tag}.{len(pieces)}"
+            pieces.append(OutgoingPiece(one.chunk, one.first, one.count, unit + 1, data, name))
             offset += one.count
     return pieces
 
@@ -87,16 +102,16 @@ def _joined(ranges: Sequence[RowRange]) -> list[RowRange]:
     return joined
 
 
-def parse_whereabouts(
-    layout: Layout, units: Sequence[int], reply: Sequence[bytes | int]
-) -> tuple[str, Whereabouts]:
+def parse_whereabouts(units: Sequence[int], reply: Sequence[bytes | int]) -> tuple[str, Whereabouts]:
     """A `whereabouts` reply of the functions: (chunk id, what is there)."""
     chunk, rows, *rest = reply
     where = Whereabouts(rows=int(rows))
     if rest:
-        where.ends = list(_parse_ends(_text(rest[0])))
-        for unit, entries in zip(units, rest[1:], strict=True):
-            where.pieces[unit] = [_parse_piece(layout, unit, e) for e in _text(entries).split(";") if e]
+        where.at_ms = int(rest[0])
+        if rest[1]:
+            where.ends = list(parse_ends(_text(rest[1])))
+        for unit, entries in zip(units, rest[2:], strict=True):
+            where.pieces[unit] = [_parse_piece(unit, e) for e in _text(entries).split(";") if e]
     return _text(chunk), where
 
 
@@ -104,61 +119,104 @@ def _text(value: bytes | int) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _parse_ends(text: str) -> Iterator[tuple[int, int, str, int, str]]:
+def parse_ends(text: str) -> Iterator[tuple[int, int, str, int, str]]:
+    """How rows of a chunk ended, oldest first: first, count, state ('' when they live again), step, reason."""
     for entry in text.split(_RS):
         if entry:
             first, count, state, step, reason = entry.split(_US, 4)
             yield int(first), int(count), state, int(step), reason
 
 
-def _parse_piece(layout: Layout, unit: int, entry: str) -> StoredPiece:
-    name, first, count, columns, _ = entry.split(":")
-    names = layout.units[unit - 1]
-    return StoredPiece(
-        name, int(first), int(count), tuple(names[int(k)] for k in columns.split(",")) if columns else names
-    )
+def _parse_piece(unit: int, entry: str) -> StoredPiece:
+    name, first, count, _, ms, version, tag = entry.split(":")
+    return StoredPiece(unit, name, int(first), int(count), int(ms), int(version) if version else None, tag)
 
 
 def needed_pieces(
-    ranges: Sequence[RowRange], schema: pa.Schema, layout: Layout, where: Mapping[str, Whereabouts]
-) -> dict[str, StoredPiece]:
-    """Pieces (by name) that hold a wanted column of a wanted row."""
-    needed: dict[str, StoredPiece] = {}
-    wanted = {name for name in schema.names if name in layout.place}
+    ranges: Sequence[RowRange], selection: Selection, layout: Layout, where: Mapping[str, Whereabouts]
+) -> dict[tuple[str, int, str], StoredPiece]:
+    """Pieces that hold a wanted column of a wanted row, by (chunk, unit, name)."""
+    needed: dict[tuple[str, int, str], StoredPiece] = {}
+    units = {layout.place[name][0] + 1 for name in selection.schema.names if name in layout.place}
     for one in ranges:
-        for pieces in where[one.chunk].pieces.values():
-            for piece in pieces:
-                overlaps = piece.first < one.first + one.count and one.first < piece.first + piece.count
-                if overlaps and not wanted.isdisjoint(piece.columns):
-                    needed[piece.name] = piece
+        for unit, pieces in where[one.chunk].pieces.items():
+            if unit in units:
+                for piece in pieces:
+                    if piece.first < one.first + one.count and one.first < piece.first + piece.count:
+                        needed[one.chunk, unit, piece.name] = piece
     return needed
 
 
 def assemble(
     ranges: Sequence[RowRange],
-    schema: pa.Schema,
+    selection: Selection,
     layout: Layout,
     where: Mapping[str, Whereabouts],
-    data: Mapping[str, bytes],
+    data: Mapping[tuple[str, int, str], bytes],
+    writers: Mapping[str, str],
 ) -> pa.RecordBatch:
     """The wanted columns of the ranges, in order; null where nothing was written.
 
     Raises:
         DecodeError: a piece is not what its record says.
     """
-    decoded: dict[str, pa.RecordBatch] = {}
-    for piece in needed_pieces(ranges, schema, layout, where).values():
-        piece_schema = pa.schema([layout.schema.field(name) for name in piece.columns])
-        decoded[piece.name] = codec.decode(data[piece.name], piece_schema, rows=piece.count)
-    total = sum(one.count for one in ranges)
+    decoded: dict[tuple[str, int, str], pa.RecordBatch] = {}
+    for key, piece in needed_pieces(ranges, selection, layout, where).items():
+        decoded[key] = codec.decode(data[key], layout.unit_schemas[piece.unit - 1], rows=piece.count)
+    joined = _joined(ranges)
+    spans = {unit: [s for one in joined for s in _spans(one, unit, where[one.chunk])] for unit in selection.units}
     columns: list[pa.Array] = []
-    for wanted in schema:
+    for wanted in selection.schema:
         if wanted.name in layout.place:
-            parts = [part for one in ranges for part in _column(wanted, one, layout, where[one.chunk], decoded)]
+            unit, index = layout.place[wanted.name]
+            columns.append(_column(wanted.type, unit + 1, index, spans[unit + 1], decoded))
+        elif wanted.name == LINEAGE.name:
+            columns.append(_lineage_column(ranges, layout, where, writers))
         else:
-            parts = [_ends(wanted, one, where[one.chunk]) for one in ranges]
-        columns.append(_one_array(parts, wanted.type))
-    return _batch(columns, schema, total)
+            columns.append(_one_array([_ends(wanted, one, where[one.chunk]) for one in ranges], wanted.type))
+    return _batch(columns, selection.schema, sum(one.count for one in ranges))
+
+
+_Span = tuple[str, int, int, StoredPiece | None]  # chunk, first row, rows, the newest piece that has them
+
+
+def _spans(one: RowRange, unit: int, where: Whereabouts) -> Iterator[_Span]:
+    """The range cut by the newest piece of a unit that has each row."""
+    pieces = where.pieces.get(unit, ())
+    at, stop = one.first, one.first + one.count
+    if len(pieces) == 1 and pieces[0].first <= at and stop <= pieces[0].first + pieces[0].count:
+        yield one.chunk, at, one.count, pieces[0]
+        return
+    while at < stop:
+        until = stop
+        newest: StoredPiece | None = None
+        for piece in reversed(pieces):
+            if piece.first <= at < piece.first + piece.count:
+                newest = piece
+                until = min(until, piece.first + piece.count)
+                break
+            if at < piece.first < until:  # a newer piece begins inside what an older one would give
+                until = piece.first
+        yield one.chunk, at, until - at, newest
+        at = until
+
+
+def _column(
+    kind: pa.DataType,
+    unit: int,
+    index: int,
+    spans: Sequence[_Span],
+    decoded: Mapping[tuple[str, int, str], pa.RecordBatch],
+) -> pa.Array:
+    parts: list[pa.Array] = []
+    for chunk, first, count, piece in spans:
+        if piece is None:
+            parts.append(pa.nulls(count, kind))
+            continue
+        array = decoded[chunk, unit, piece.name].column(index)
+        whole = first == piece.first and count == piece.count
+        parts.append(array if whole else array.slice(first - piece.first, count))
+    return _one_array(parts, kind)
 
 
 def _one_array(parts: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:
@@ -173,39 +231,59 @@ def _batch(columns: Sequence[pa.Array], schema: pa.Schema, rows: int) -> pa.Reco
     return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, type=pa.struct([])))
 
 
-def _column(
-    wanted: pa.Field, one: RowRange, layout: Layout, where: Whereabouts, decoded: Mapping[str, pa.RecordBatch]
-) -> Iterator[pa.Array]:
-    """Arrays that make up one column of one range: from the newest piece that has each row."""
-    unit = layout.place[wanted.name][0] + 1
-    pieces = [p for p in where.pieces.get(unit, ()) if wanted.name in p.columns]
-    at, stop = one.first, one.first + one.count
-    while at < stop:
-        until = stop
-        newest: StoredPiece | None = None
-        for piece in reversed(pieces):
-            if piece.first <= at < piece.first + piece.count:
-                newest = piece
-                until = min(until, piece.first + piece.count)
-                break
-            if at < piece.first < until:  # a newer piece begins inside what an older one would give
-                until = piece.first
-        if newest is None:
-            yield pa.nulls(until - at, wanted.type)
-        else:
-            yield decoded[newest.name].column(wanted.name).slice(at - newest.first, until - at)
-        at = until
-
-
 def _ends(wanted: pa.Field, one: RowRange, where: Whereabouts) -> pa.Array:
     """One of `END_COLUMNS` for a range; null for live rows."""
     values: list[str | int | None] = [None] * one.count
     for first, count, state, step, reason in where.ends:
         known: dict[str, str | int] = {"end_state": state, "end_reason": reason, "end_step": step}
-        value = known[wanted.name]
+        value = known[wanted.name] if state else None
         for row in range(max(first, one.first), min(first + count, one.first + one.count)):
             values[row - one.first] = value
     return pa.array(values, type=END_COLUMNS.field(wanted.name).type)
+
+
+def written(
+    ranges: Sequence[RowRange], layout: Layout, where: Mapping[str, Whereabouts], writers: Mapping[str, str]
+) -> list[Written]:
+    """Lineage of the ranges, oldest first; `writers` maps numbers of clients to workers."""
+    found: list[Written] = []
+    for one in ranges:
+        there = where[one.chunk]
+        for pieces in there.pieces.values():
+            for piece in pieces:
+                first = max(one.first, piece.first)
+                count = min(one.first + one.count, piece.first + piece.count) - first
+                if count > 0:
+                    at = (there.at_ms + piece.written_ms) / 1000
+                    writer = writers[client_of(piece.name)]
+                    columns = layout.units[piece.unit - 1]
+                    found.append(
+                        Written(RowRange(one.chunk, first, count), columns, writer, at, piece.version, piece.tag)
+                    )
+    return sorted(found, key=lambda entry: entry.at)
+
+
+def client_of(name: str) -> str:
+    """Number of the client that wrote a piece."""
+    return name.split(".", 1)[0]
+
+
+def _lineage_column(
+    ranges: Sequence[RowRange], layout: Layout, where: Mapping[str, Whereabouts], writers: Mapping[str, str]
+) -> pa.Array:
+    texts: list[str] = []
+    for one in ranges:
+        entries = written([one], layout, where, writers)
+        ends = [(e.range.first, e.range.first + e.range.count) for e in entries]
+        edges = sorted({one.first, one.first + one.count, *(edge for pair in ends for edge in pair)})
+        for first, stop in itertools.pairwise(edges):
+            there = [
+                {"columns": e.columns, "writer": e.writer, "at": e.at, "version": e.version, "tag": e.tag}
+                for e in entries
+                if e.range.first <= first and stop <= e.range.first + e.range.count
+            ]
+            texts += [msgspec.json.encode(there).decode()] * (stop - first)
+    return pa.array(texts, LINEAGE.type)
 
 
 def missing_piece(name: str) -> IntegrityError:

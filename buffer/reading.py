@@ -3,70 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 import redis
 
+from rlmq.buffer import payload
 from rlmq.buffer.connection import Link
-from rlmq.buffer.keys import payload_key
-from rlmq.buffer.layout import Layout
-from rlmq.buffer.payload import Whereabouts, assemble, missing_piece, needed_pieces, parse_whereabouts
+from rlmq.buffer.keys import TABLE_SUFFIXES, payload_key
+from rlmq.buffer.layout import LINEAGE, Layout, Selection
+from rlmq.buffer.payload import Whereabouts
 from rlmq.buffer.store import Claim, RowRange
-from rlmq.common.errors import UsageError
+from rlmq.common.errors import IntegrityError, UsageError
 
 _RELOCATIONS = 20  # a piece may be replaced between being named and being read, not this often
 _KEYS_PER_COMMAND = 512
 
 
-def locate(
-    link: Link, layout: Layout, prefix: str, ranges: Sequence[RowRange], schema: pa.Schema
-) -> dict[str, Whereabouts]:
-    """Where the payload of the ranges' chunks is now; a freed chunk has no rows."""
-    units = layout.units_of(schema)
-    chunks = list(dict.fromkeys(one.chunk for one in ranges))
-    found: dict[str, Whereabouts] = {}
-    for at in range(0, len(chunks), _KEYS_PER_COMMAND):
-        reply = link.call("locate", prefix, len(units), *units, *chunks[at : at + _KEYS_PER_COMMAND])
-        found.update(parse_whereabouts(layout, units, one) for one in reply[1])
-    return found
+@dataclass
+class Reader:
+    """Reads rows of one table."""
 
+    link: Link
+    prefix: str
+    layout: Layout
+    writers: dict[str, str] = field(default_factory=dict)  # number of a client to its worker
 
-def fetch(
-    link: Link,
-    layout: Layout,
-    prefix: str,
-    ranges: Sequence[RowRange],
-    schema: pa.Schema,
-    where: dict[str, Whereabouts],
-) -> pa.RecordBatch:
-    """The wanted columns; a piece that was replaced since `where` was told is looked up again.
+    def locate(self, ranges: Sequence[RowRange], units: Sequence[int]) -> dict[str, Whereabouts]:
+        """Where the payload of the ranges' chunks is now; a freed chunk has no rows."""
+        chunks = list(dict.fromkeys(one.chunk for one in ranges))
+        found: dict[str, Whereabouts] = {}
+        for at in range(0, len(chunks), _KEYS_PER_COMMAND):
+            some = chunks[at : at + _KEYS_PER_COMMAND]
+            reply = self.link.call("locate", self.prefix, len(units), *units, *some)
+            found.update(payload.parse_whereabouts(units, one) for one in reply[1])
+        return found
 
-    Raises:
-        DecodeError: damaged payload. IntegrityError: payload that a chunk names is not there.
-    """
-    missing = ""
-    for _ in range(_RELOCATIONS):
-        names = list(needed_pieces(ranges, schema, layout, where))
-        data = _get(link, prefix, names)
-        if len(data) == len(names):
-            return assemble(ranges, schema, layout, where, data)
-        missing = next(name for name in names if name not in data)
-        where = locate(link, layout, prefix, ranges, schema)
-        if any(where[one.chunk].rows == 0 for one in ranges):  # freed since: no nulls in place of its values
-            break
-    raise missing_piece(missing)
+    def fetch(
+        self, ranges: Sequence[RowRange], selection: Selection, where: dict[str, Whereabouts]
+    ) -> pa.RecordBatch:
+        """The wanted columns; a piece that was replaced since `where` was told is looked up again.
 
+        Raises:
+            DecodeError: damaged payload. IntegrityError: payload that a chunk names is not there.
+        """
+        missing = ""
+        for _ in range(_RELOCATIONS):
+            keys = list(payload.needed_pieces(ranges, selection, self.layout, where))
+            data = self._get(keys)
+            if len(data) == len(keys):
+                if LINEAGE.name in selection.schema.names:
+                    self.learn_writers(where)
+                return payload.assemble(ranges, selection, self.layout, where, data, self.writers)
+            missing = next("/".join(map(str, key)) for key in keys if key not in data)
+            where = self.locate(ranges, selection.units)
+            if any(where[one.chunk].rows == 0 for one in ranges):  # freed since: no nulls in place of its values
+                break
+        raise IntegrityError(f"payload '{missing}'", got="nothing", expected="the piece that its chunk names")
 
-def _get(link: Link, prefix: str, names: Sequence[str]) -> dict[str, bytes]:
-    """Those pieces that are there."""
-    data: dict[str, bytes] = {}
-    for at in range(0, len(names), _KEYS_PER_COMMAND):
-        some = names[at : at + _KEYS_PER_COMMAND]
-        (values,) = link.exchange([("MGET", *(payload_key(prefix, name) for name in some))])
-        if isinstance(values, redis.ResponseError):
-            raise values
-        data.update((name, value) for name, value in zip(some, values, strict=True) if value is not None)
-    return data
+    def _get(self, keys: Sequence[tuple[str, int, str]]) -> dict[tuple[str, int, str], bytes]:
+        """Those pieces that are there."""
+        data: dict[tuple[str, int, str], bytes] = {}
+        for at in range(0, len(keys), _KEYS_PER_COMMAND):
+            some = keys[at : at + _KEYS_PER_COMMAND]
+            (values,) = self.link.exchange([("MGET", *(payload_key(self.prefix, *key) for key in some))])
+            if isinstance(values, redis.ResponseError):
+                raise values
+            for key, value in zip(some, values, strict=True):
+                if value is not None:
+                    data[key] = value
+        return data
+
+    def learn_writers(self, where: dict[str, Whereabouts]) -> None:
+        """Look up the clients that are not known yet."""
+        named = {
+            payload.client_of(piece.name)
+            for there in where.values()
+            for pieces in there.pieces.values()
+            for piece in pieces
+        }
+        unknown = sorted(named - self.writers.keys())
+        if unknown:
+            (workers,) = self.link.exchange([("HMGET", self.prefix + TABLE_SUFFIXES["clients"], *unknown)])
+            for number, worker in zip(unknown, workers, strict=True):
+                self.writers[number] = worker.decode() if worker is not None else "unknown"
 
 
 def subset(claim: Claim, rows: Sequence[int]) -> list[RowRange]:

@@ -6,37 +6,82 @@ in the same transaction and never passes through a function. See `store.py` for 
 
 from __future__ import annotations
 
+import array
 import itertools
 import secrets
+import struct
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 import redis
 
-from rlmq.buffer import payload
-from rlmq.buffer.connection import RETRY_S, Argument, Link, as_client
-from rlmq.buffer.keys import checked_name, payload_key, table_prefix
-from rlmq.buffer.layout import Layout
-from rlmq.buffer.reading import fetch, locate, subset
+from rlmq.buffer import payload, verifying
+from rlmq.buffer.connection import RETRY_S, Link, as_client
+from rlmq.buffer.keys import TABLE_SUFFIXES, checked_name, table_prefix
+from rlmq.buffer.layout import Layout, Selection
+from rlmq.buffer.reading import Reader, subset
 from rlmq.buffer.store import (
     END_STATES,
     Claim,
+    DeadLetter,
     EndState,
     ExperienceStore,
+    Facts,
     Interest,
+    Lease,
     RowRange,
     Table,
     TableCounts,
     Waiting,
+    Written,
 )
 from rlmq.buffer.waiting import Waiter
+from rlmq.buffer.wire import Argument
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, SchemaMismatch, UsageError
 
 _LABEL_CHARS = 80  # of a reason, in the name of a counter
 _REASON_CHARS = 4000  # of a reason, kept with its rows
+_TAG_CHARS = 200
 _MEMORY_PAUSE_S = 0.2
+_ADOPTED_AT_ONCE = 128
+_NO_FACTS = Facts()
+# Fields of the functions' state (functions/table.lua): of the table, and per stage.
+_FIELDS, _STAGE_FIELDS = 16, 7
+_ADMITTED, _ENDED, _BYTES, _REDELIVERED, _FENCED, _USES, _TRAINER, _DEAD = 1, 2, 4, 7, 8, 9, 12, 14
+_READY, _LEASED, _PAST = 0, 1, 2
+
+
+@dataclass
+class _Open:
+    """What this client knows of an open table."""
+
+    layout: Layout
+    prefix: str
+    client: int
+    reader: Reader
+    slots: list[int] = field(default_factory=list)  # free ones: their leases are over
+    used_slots: int = 0
+    leases: dict[str, int] = field(default_factory=dict)  # live ones of this client, to their slots
+    room: int | None = None  # rows that fitted after the last put
+
+    def new_lease(self, serial: int) -> str:
+        if self.slots:
+            slot = self.slots.pop()
+        else:
+            slot, self.used_slots = self.used_slots, self.used_slots + 1
+        lease = f"{self.client}.{slot}.{serial}"
+        self.leases[lease] = slot
+        return lease
+
+    def over(self, lease: str) -> None:
+        """This client is done with the lease: its slot is free."""
+        slot = self.leases.pop(lease, None)
+        if slot is not None:
+            self.slots.append(slot)
 
 
 class RedisStore(ExperienceStore):
@@ -65,12 +110,11 @@ class RedisStore(ExperienceStore):
         self._owns_client = isinstance(client_or_url, str)
         self._client = as_client(client_or_url, retry_s)
         self._link = Link(self._client, retry_s=retry_s)
-        self._nonce = secrets.token_hex(6)
         self._serial = itertools.count(1)
-        self._row_waiter = Waiter(self._client, self._link, worker, f"{worker}.{self._nonce}.rows")
-        self._room_waiter = Waiter(self._client, self._link, worker, f"{worker}.{self._nonce}.room")
-        self._layouts: dict[str, Layout] = {}
-        self._prefixes: dict[str, str] = {}
+        nonce = secrets.token_hex(4)
+        self._row_waiter = Waiter(self._client, self._link, worker, f"{worker}.{nonce}.rows")
+        self._room_waiter = Waiter(self._client, self._link, worker, f"{worker}.{nonce}.room")
+        self._tables: dict[str, _Open] = {}
         self._finished: dict[str, None] = {}  # leases that `finish` ended, newest last
 
     # -- tables ----------------------------------------------------------------------------------------------
@@ -80,21 +124,60 @@ class RedisStore(ExperienceStore):
         for table in tables:
             layout = Layout(table)
             prefix = table_prefix(self._run_id, table.name)
-            reply = self._link.call(
-                "open", prefix, layout.version, layout.config, layout.schema_fingerprint, layout.shape_fingerprint
-            )
-            if reply[0] != "ok":
-                kind, ours = ("schema", layout.schema_fingerprint)
-                if reply[0] == "shape":
-                    kind, ours = ("stages (names, needs, scopes)", layout.shape_fingerprint)
+            number = secrets.randbits(52)
+            reply = self._link.call("open", prefix, layout.schema_fingerprint, number, self._worker, *layout.blobs)
+            if reply[0] == "schema":
+                raise self._other_schema(layout, reply[1])
+            if reply[0] == "shape":
+                theirs = Layout.stored(table.name, self._link.call("attach", prefix)[1])
                 raise SchemaMismatch(
-                    f"{kind} of table '{table.name}' in run '{self._run_id}'",
-                    got=f"fingerprint {ours} here",
-                    expected=f"{reply[1].decode()} as in the server",
+                    f"stage '{reply[1].decode()}' of table '{table.name}' (needs, scope, selector)",
+                    got=f"fingerprint {layout.shape_fingerprint} here",
+                    expected=f"{theirs.shape_fingerprint} as in the server",
                     remedy="Start every process of the run from the same recipe and version, or start a new run",
                 )
-            self._layouts[table.name] = layout
-            self._prefixes[table.name] = prefix
+            _, client, blobs, added = reply
+            self._tables[table.name] = self._opened(Layout.stored(table.name, blobs), prefix, int(client))
+            if added:
+                self._adopt(prefix)
+
+    def attach(self, names: Sequence[str]) -> list[Table]:
+        """Open existing tables to look at them, as the server has them; nothing is changed.
+
+        Returns:
+            The tables, in the order of `names`.
+
+        Raises:
+            IntegrityError: the server has no such table.
+        """
+        for name in names:
+            prefix = table_prefix(self._run_id, name)
+            layout = Layout.stored(name, self._link.call("attach", prefix)[1])
+            self._tables[name] = self._opened(layout, prefix, 0)
+        return [self._tables[name].layout.table for name in names]
+
+    def _opened(self, layout: Layout, prefix: str, client: int) -> _Open:
+        return _Open(layout, prefix, client, Reader(self._link, prefix, layout))
+
+    def _adopt(self, prefix: str) -> None:
+        """Show live rows to stages that were added after them."""
+        chunks = self._names(prefix, "chunk")
+        while some := list(itertools.islice(chunks, _ADOPTED_AT_ONCE)):
+            self._link.call("adopt", prefix, *some)
+
+    def _names(self, prefix: str, kind: str) -> Iterable[str]:
+        start = prefix + TABLE_SUFFIXES[kind]
+        pattern = start.replace("[", "\\[").replace("?", "\\?").replace("*", "\\*") + "*"
+        for key in self._client.scan_iter(match=pattern, count=1000):
+            yield key.decode()[len(start) :]
+
+    def _other_schema(self, layout: Layout, theirs: bytes) -> SchemaMismatch:
+        return SchemaMismatch(
+            f"schema of table '{layout.table.name}' in run '{self._run_id}'",
+            got=f"fingerprint {layout.schema_fingerprint} here",
+            expected=f"{theirs.decode()} as in the server",
+            remedy="Start every process of the run from the same recipe and version, or start a new run",
+        )
 
     def recover(self) -> int:
         """Give back the rows that earlier processes of this worker's name hold, in every open table.
@@ -105,32 +188,56 @@ class RedisStore(ExperienceStore):
         Returns:
             Leases that were given back.
         """
-        args = (self._worker, self._nonce)
-        return sum(int(self._link.call("recover", prefix, *args)[1]) for prefix in self._prefixes.values())
+        return sum(
+            int(self._link.call("recover", one.prefix, self._worker, one.client)[1])
+            for one in self._tables.values()
+        )
 
-    def _layout(self, table: str) -> tuple[Layout, str]:
-        if table not in self._layouts:
-            raise UsageError("table", got=repr(table), expected=f"one that was opened: {sorted(self._layouts)}")
-        return self._layouts[table], self._prefixes[table]
+    def _open(self, table: str) -> _Open:
+        found = self._tables.get(table)
+        if found is None:
+            raise UsageError("table", got=repr(table), expected=f"one that was opened: {sorted(self._tables)}")
+        return found
 
     # -- adding rows -----------------------------------------------------------------------------------------
 
-    def put(self, table: str, rows: pa.RecordBatch, *, producer: str, sequence: int, group_size: int) -> bool:
+    def put(
+        self,
+        table: str,
+        rows: pa.RecordBatch,
+        *,
+        producer: str,
+        sequence: int,
+        group_size: int,
+        facts: Facts = _NO_FACTS,
+        closes: bool = False,
+    ) -> bool:
         """Add one chunk of whole groups; see `ExperienceStore.put`."""
-        layout, prefix = self._layout(table)
-        layout.checked(rows, prefix=True)
+        one = self._open(table)
+        layout = one.layout
+        units = layout.checked(rows, prefix=True)
         self._check_chunk(layout, rows, producer, sequence, group_size)
-        chunk = f"{producer}.{sequence}"
-        pieces = payload.cut(layout, rows, [RowRange(chunk, 0, rows.num_rows)], self._tag())
-        end = time.monotonic() + self._put_timeout_s
+        chunk, count = f"{producer}.{sequence}", rows.num_rows
+        pieces = payload.cut(layout, rows, units, [RowRange(chunk, 0, count)], self._tag(one))
+        nbytes = sum(piece.data.nbytes for piece in pieces)
+        head = (layout.schema_fingerprint, producer, sequence, chunk, count, group_size, int(closes))
+        told = _told(facts, count, table)
+        start = time.monotonic()
+        end = start + self._put_timeout_s
+        room = {one.prefix: (0, count, nbytes)}
+        if one.room is not None and one.room < count:  # do not send what is not likely to fit
+            self._room_waiter.wait(room, timeout_s=self._put_timeout_s)
         while True:
-            reply = self._send("put", prefix, [producer, sequence, chunk, rows.num_rows, group_size], pieces, end)
+            reply = self._send("put", one.prefix, (*head, *told), pieces, end)
+            if reply[0] == "schema":
+                raise self._other_schema(layout, reply[1])
             if reply[0] != "full":
+                if reply[0] == "ok":
+                    one.room = layout.table.capacity_rows - int(reply[1])
                 return bool(reply[0] == "ok")
             left_s = end - time.monotonic()
-            room = {prefix: (0, rows.num_rows, 0)}
             if left_s <= 0 or not self._room_waiter.wait(room, timeout_s=left_s):
-                raise self._still_full(table, rows.num_rows, reply)
+                raise self._still_full(table, count, nbytes, reply)
 
     def _check_chunk(
         self, layout: Layout, rows: pa.RecordBatch, producer: str, sequence: int, group_size: int
@@ -145,27 +252,29 @@ class RedisStore(ExperienceStore):
             expected = f"at most the capacity of {layout.table.capacity_rows}"
             raise UsageError(subject, got=f"a chunk of {rows.num_rows} rows", expected=expected)
 
-    def _still_full(self, table: str, rows: int, reply: list[Any]) -> DeadlineExceeded:
-        _, live, capacity, stage, todo = reply
-        name = stage.decode()
+    def _still_full(self, table: str, rows: int, nbytes: int, reply: list[Any]) -> DeadlineExceeded:
+        limit, value, most, stage, todo = (x.decode() if isinstance(x, bytes) else x for x in reply[1:6])
         return DeadlineExceeded(
             f"put into table '{table}'",
-            got=f"{live} of {capacity} rows live after {self._put_timeout_s:g} s",
-            expected=f"room for {rows}",
-            remedy=f"Stage '{name}' must drain ({todo} rows ready or leased): look at its workers",
+            got=f"{_LIMITS[limit].format(value=float(value), most=float(most))} after {self._put_timeout_s:g} s",
+            expected=f"room for {rows} rows of {nbytes} bytes",
+            remedy=f"Stage '{stage}' must drain ({todo} rows ready or leased): look at its workers",
         )
 
-    def _tag(self) -> str:
-        return f"{self._nonce}{next(self._serial)}"
+    def _tag(self, one: _Open) -> str:
+        return f"{one.client}.{next(self._serial)}"
 
     def _send(
-        self, verb: str, prefix: str, head: list[Argument], pieces: Sequence[payload.OutgoingPiece], end: float
+        self,
+        verb: str,
+        prefix: str,
+        head: Sequence[Argument],
+        pieces: Sequence[payload.OutgoingPiece],
+        end: float,
     ) -> list[Any]:
         """A function with its payload; a server at its memory limit is full, not broken: try until `end`."""
-        args: list[Argument] = list(head)
-        for piece in pieces:
-            args += [piece.first, piece.count, piece.unit, piece.columns, len(piece.data), piece.name]
-        sets = [(payload_key(prefix, piece.name), piece.data) for piece in pieces]
+        args = (*head, *(argument for piece in pieces for argument in piece.arguments()))
+        sets = [(piece.key(prefix), piece.data) for piece in pieces]
         while True:
             try:
                 return self._link.call(verb, prefix, *args, payload=sets)
@@ -179,10 +288,27 @@ class RedisStore(ExperienceStore):
                     ) from error
                 time.sleep(_MEMORY_PAUSE_S)
 
+    def flush(self, table: str) -> None:
+        """The rows put so far are complete; see `ExperienceStore.flush`."""
+        self._link.call("flush", self._open(table).prefix)
+
+    def set_version(self, table: str, version: int) -> None:
+        """Tell the trainer's policy version; see `ExperienceStore.set_version`."""
+        self._link.call("set_version", self._open(table).prefix, version)
+
     # -- claims ----------------------------------------------------------------------------------------------
 
     def claim(
-        self, table: str, stage: str, *, max_rows: int, min_rows: int = 1, columns: Sequence[str] | None = None
+        self,
+        table: str,
+        stage: str,
+        *,
+        max_rows: int,
+        min_rows: int = 1,
+        columns: Sequence[str] | None = None,
+        max_tokens: int | None = None,
+        version: int | None = None,
+        timeout_s: float = 0.0,
     ) -> Claim | None:
         """Lease ready rows; see `ExperienceStore.claim`.
 
@@ -190,34 +316,67 @@ class RedisStore(ExperienceStore):
             UsageError: the first group has more than `max_rows` rows. DecodeError: damaged payload; its rows are
             redelivered, and end as dead.
         """
-        layout, prefix = self._layout(table)
-        index, schema = layout.stage_index(stage), layout.select(columns)
+        one = self._open(table)
+        index, selection = one.layout.stage_index(stage), one.layout.select(columns)
         if not 1 <= min_rows <= max_rows:
             raise UsageError(
                 "claim", got=f"min_rows {min_rows}, max_rows {max_rows}", expected="1 ≤ min_rows ≤ max_rows"
             )
-        if layout.stage(stage).scope == "batch":
+        if one.layout.stage(stage).scope == "batch":
             min_rows = max_rows
-        units = layout.units_of(schema)
-        reply = self._link.call("claim", prefix, index, self._tag(), self._worker, max_rows, min_rows, *units)
-        if reply[0] == "none":
-            return None
+        lease = one.new_lease(next(self._serial))
+        tokens, newest = "" if max_tokens is None else max_tokens, "" if version is None else version
+        head = (index, lease, self._worker, max_rows, min_rows, tokens, newest)
+
+        def call(waiter: str, left_ms: int, waited_ms: int) -> Sequence[Argument]:
+            return ("claim", *head, waiter, left_ms, waited_ms, *selection.units)
+
+        if timeout_s > 0:
+            reply = self._row_waiter.until(one.prefix, call, timeout_s)
+        else:
+            verb, *args = call("", 0, 0)
+            reply = self._link.call(str(verb), one.prefix, *args)
+        if reply[0] == "ok":
+            return self._claimed(one, table, stage, lease, selection, reply)
+        one.over(lease)
         if reply[0] == "large":
             expected = f"at least its group size of {reply[1]}"
             raise UsageError(f"claim of stage '{stage}'", got=f"max_rows {max_rows}", expected=expected)
-        _, lease, flat, located = reply
+        if timeout_s > 0:
+            raise self._nothing(one, stage, min_rows, timeout_s, reply)
+        return None
+
+    def _claimed(
+        self, one: _Open, table: str, stage: str, lease: str, selection: Selection, reply: list[Any]
+    ) -> Claim:
+        _, flat, located = reply
         ranges = tuple(
-            RowRange(flat[k].decode(), int(flat[k + 1]), int(flat[k + 2]), int(flat[k + 3]))
-            for k in range(0, len(flat), 4)
+            RowRange(flat[k].decode(), flat[k + 1], flat[k + 2], flat[k + 3], flat[k + 4])
+            for k in range(0, len(flat), 5)
         )
-        where = dict(payload.parse_whereabouts(layout, units, one) for one in located)
+        where = dict(payload.parse_whereabouts(selection.units, chunk) for chunk in located)
         try:
-            rows = fetch(self._link, layout, prefix, ranges, schema, where)
+            rows = one.reader.fetch(ranges, selection, where)
         except IntegrityError as error:  # rows with damaged payload end as dead and do not stay leased
-            no_rows = pa.RecordBatch.from_pylist([], schema=schema)
-            self.nack(Claim(table, stage, lease.decode(), ranges, no_rows), str(error))
+            no_rows = pa.RecordBatch.from_pylist([], schema=selection.schema)
+            self.nack(Claim(table, stage, lease, ranges, no_rows), str(error))
             raise
-        return Claim(table, stage, lease.decode(), ranges, rows)
+        return Claim(table, stage, lease, ranges, rows)
+
+    def _nothing(
+        self, one: _Open, stage: str, min_rows: int, timeout_s: float, reply: list[Any]
+    ) -> DeadlineExceeded:
+        table = one.layout.table
+        counts = self.counts(table.name)
+        needs = one.layout.stage(stage).needs
+        by_stage = ", ".join(f"{s.name} {counts.ready[s.name]}+{counts.leased[s.name]}" for s in table.stages)
+        return DeadlineExceeded(
+            f"claim of stage '{stage}' in table '{table.name}'",
+            got=f"{reply[1]} ready rows after {timeout_s:g} s; {reply[2]} more wait for {list(needs) or 'an end'}"
+            f" (ready+leased: {by_stage}; {counts.admitted} admitted)",
+            expected=f"{min_rows} rows that this stage may take now",
+            remedy="Look at the stage that writes these columns: `rlmq why`",
+        )
 
     def read(self, table: str, ranges: Sequence[RowRange], columns: Sequence[str]) -> pa.RecordBatch:
         """Columns of held rows; see `ExperienceStore.read`.
@@ -225,31 +384,37 @@ class RedisStore(ExperienceStore):
         Raises:
             IntegrityError: a chunk is not held (any more), or is shorter than its range.
         """
-        layout, prefix = self._layout(table)
-        schema = layout.select(columns)
-        where = locate(self._link, layout, prefix, ranges, schema)
+        one = self._open(table)
+        selection = one.layout.select(columns)
+        where = one.reader.locate(ranges, selection.units)
+        self._check_held(table, ranges, where)
+        return one.reader.fetch(ranges, selection, where)
+
+    def _check_held(self, table: str, ranges: Sequence[RowRange], where: dict[str, payload.Whereabouts]) -> None:
         for one in ranges:
             if where[one.chunk].rows < one.first + one.count or one.first < 0 or one.count < 1:
                 got = f"rows {one.first} to {one.first + one.count - 1}"
                 expected = f"rows of the {where[one.chunk].rows} held"
                 raise IntegrityError(f"chunk '{one.chunk}' of table '{table}'", got=got, expected=expected)
-        return fetch(self._link, layout, prefix, ranges, schema, where)
 
     def extend(self, claim: Claim) -> None:
         """Renew the lease; see `ExperienceStore.extend`."""
-        _, prefix = self._layout(claim.table)
-        self._checked(claim, self._link.call("extend", prefix, claim.lease))
+        self._checked(claim, self._link.call("extend", self._open(claim.table).prefix, claim.lease, 0))
 
-    def write(self, claim: Claim, columns: pa.RecordBatch, *, ack: bool = False) -> None:
+    def write(self, claim: Claim, columns: pa.RecordBatch, *, ack: bool = False, facts: Facts = _NO_FACTS) -> None:
         """Add columns to the claimed rows; see `ExperienceStore.write`."""
-        layout, prefix = self._layout(claim.table)
-        layout.checked(columns, prefix=False)
-        if columns.num_rows != claim.count:
+        one = self._open(claim.table)
+        units = one.layout.checked(columns, prefix=False)
+        count = claim.count
+        if columns.num_rows != count:
             subject = f"columns written to table '{claim.table}'"
-            raise SchemaMismatch(subject, got=f"{columns.num_rows} rows", expected=f"the claim's {claim.count}")
-        pieces = payload.cut(layout, columns, claim.ranges, self._tag())
-        head: list[Argument] = [self._nonce, next(self._serial), claim.lease, int(ack)]
-        self._checked(claim, self._send("write", prefix, head, pieces, time.monotonic() + self._put_timeout_s))
+            raise SchemaMismatch(subject, got=f"{columns.num_rows} rows", expected=f"the claim's {count}")
+        pieces = payload.cut(one.layout, columns, units, claim.ranges, self._tag(one))
+        head = (claim.lease, next(self._serial), int(ack), *_told(facts, count, claim.table))
+        end = time.monotonic() + self._put_timeout_s
+        self._checked(claim, self._send("write", one.prefix, head, pieces, end))
+        if ack:
+            one.over(claim.lease)
 
     def ack(self, claim: Claim) -> None:
         """This stage is done with the rows; see `ExperienceStore.ack`."""
@@ -279,23 +444,23 @@ class RedisStore(ExperienceStore):
                 return
             for one in subset(claim, rows):
                 ranges += [one.chunk, one.first, one.count]
-        args = (state, _label(state, reason), _clean(reason)[:_REASON_CHARS], step, *ranges)
-        reply = self._end(claim, "finish", *args)
-        if reply is not None and len(reply) > 1 and reply[1] == 1:
-            self._finished[claim.lease] = None
-            if len(self._finished) > 1000:
-                del self._finished[next(iter(self._finished))]
+        self._end(claim, "finish", state, _label(state, reason), _clean(reason)[:_REASON_CHARS], step, *ranges)
 
-    def _end(self, claim: Claim, verb: str, *args: Argument) -> list[Any] | None:
+    def _end(self, claim: Claim, verb: str, *args: Argument) -> None:
         if claim.lease in self._finished:
-            return None
-        _, prefix = self._layout(claim.table)
-        return self._checked(
-            claim, self._link.call(verb, prefix, self._nonce, next(self._serial), claim.lease, *args)
-        )
+            return
+        one = self._open(claim.table)
+        reply = self._checked(claim, self._link.call(verb, one.prefix, claim.lease, next(self._serial), *args))
+        if reply[1] == 1:
+            one.over(claim.lease)
+            if verb == "finish":
+                self._finished[claim.lease] = None
+                if len(self._finished) > 1000:
+                    del self._finished[next(iter(self._finished))]
 
     def _checked(self, claim: Claim, reply: list[Any]) -> list[Any]:
         if reply[0] == "fenced":
+            self._open(claim.table).over(claim.lease)
             raise Fenced(
                 f"lease {claim.lease} of stage '{claim.stage}' in table '{claim.table}'",
                 got="a lease that ended or expired",
@@ -310,12 +475,12 @@ class RedisStore(ExperienceStore):
         Raises:
             IntegrityError: a row of the entry ended otherwise.
         """
-        layout, prefix = self._layout(table)
+        opened = self._open(table)
         args: list[Argument] = []
         for one in ranges:
             producer, _, sequence = one.chunk.rpartition(".")
-            args += [one.chunk, producer, sequence, one.first, one.count]
-        reply = self._link.call("finish_logged", prefix, layout.stage_index(stage), step, *args)
+            args += [one.chunk, producer, sequence, one.first, one.count, one.use]
+        reply = self._link.call("finish_logged", opened.prefix, opened.layout.stage_index(stage), step, *args)
         if reply[0] == "conflict":
             raise IntegrityError(
                 f"chunk '{reply[1].decode()}' of table '{table}'",
@@ -325,71 +490,199 @@ class RedisStore(ExperienceStore):
 
     def advance(self, durable_step: int) -> None:
         """A checkpoint covers this step, in every open table; see `ExperienceStore.advance`."""
-        for prefix in self._prefixes.values():
-            while self._link.call("advance", prefix, durable_step)[1] > 0:
+        for one in self._tables.values():
+            while self._link.call("advance", one.prefix, durable_step)[1] > 0:
                 pass
 
     def expire(self) -> int:
         """Return rows of expired leases; see `ExperienceStore.expire`. Returns the number of leases."""
         total = 0
-        for prefix in self._prefixes.values():
-            while leases := self._link.call("expire", prefix)[1]:
+        for one in self._tables.values():
+            while leases := int(self._link.call("expire", one.prefix)[1]):
                 total += leases
         return total
+
+    # -- priorities, dead letters, lineage ---------------------------------------------------------------------
+
+    def prioritize(self, table: str, stage: str, ranges: Sequence[RowRange], priorities: Sequence[float]) -> None:
+        """Give units their rates; see `ExperienceStore.prioritize`.
+
+        Raises:
+            UsageError: not a prioritized stage, a rate that is not positive and finite, or a part of a unit.
+        """
+        one = self._open(table)
+        subject = f"prioritize stage '{stage}' of table '{table}'"
+        if one.layout.stage(stage).selector != "prioritized":
+            raise UsageError(subject, got=one.layout.stage(stage).selector, expected="a prioritized stage")
+        if len(ranges) != len(priorities) or not all(0 < rate < float("inf") for rate in priorities):
+            got = f"{len(ranges)} ranges, {len(priorities)} rates {list(priorities)[:4]}"
+            raise UsageError(subject, got=got, expected="one positive finite rate for each range")
+        args: list[Argument] = []
+        for where, rate in zip(ranges, priorities, strict=True):
+            args += [where.chunk, where.first, where.count, repr(float(rate))]
+        reply = self._link.call("prioritize", one.prefix, one.layout.stage_index(stage), *args)
+        if reply[0] == "units":
+            raise UsageError(
+                subject, got=f"a part of a unit of chunk '{reply[1].decode()}'", expected="whole units"
+            )
+
+    def dead_letters(self, table: str) -> list[DeadLetter]:
+        """Dead rows whose payload is still held; see `ExperienceStore.dead_letters`."""
+        one = self._open(table)
+        stages = ["", *(stage.name for stage in one.layout.table.stages)]
+        letters: list[DeadLetter] = []
+        for member, at_ms, why in self._link.call("dead_letters", one.prefix)[1]:
+            chunk, first, count, stage = member.decode().rsplit(":", 3)
+            where = RowRange(chunk, int(first), int(count))
+            reason = ""
+            for begin, rows, state, _, text in payload.parse_ends(why.decode()):
+                if begin <= where.first < begin + rows and state == "dead":
+                    reason = text
+            letters.append(DeadLetter(table, where, stages[int(stage)], reason, at_ms / 1000))
+        return letters
+
+    def retry(self, letter: DeadLetter) -> int:
+        """Make dead rows live again; see `ExperienceStore.retry`.
+
+        Raises:
+            UsageError: another worker's lease still names the rows.
+        """
+        return self._bury(letter, 1)
+
+    def drop(self, letter: DeadLetter) -> int:
+        """Let go of dead rows; see `ExperienceStore.drop`."""
+        return self._bury(letter, 0)
+
+    def _bury(self, letter: DeadLetter, again: int) -> int:
+        one = self._open(letter.table)
+        stage = one.layout.stage_index(letter.stage) if letter.stage else 0
+        where = letter.range
+        member = f"{where.chunk}:{where.first}:{where.count}:{stage}"
+        reply = self._link.call("bury", one.prefix, member, again, _label("dead", letter.reason))
+        if reply[0] == "leased":
+            raise UsageError(
+                f"retry of {where.count} rows of chunk '{where.chunk}'",
+                got=f"a lease of worker '{reply[1].decode()}' that names them",
+                expected="rows that nobody holds",
+                remedy="Try again when its lease is over",
+            )
+        return int(reply[1])
+
+    def lineage(self, table: str, ranges: Sequence[RowRange]) -> list[Written]:
+        """Who wrote the columns of held rows; see `ExperienceStore.lineage`.
+
+        Raises:
+            IntegrityError: a chunk is not held (any more), or is shorter than its range.
+        """
+        one = self._open(table)
+        where = one.reader.locate(ranges, range(1, len(one.layout.units) + 1))
+        self._check_held(table, ranges, where)
+        one.reader.learn_writers(where)
+        return payload.written(ranges, one.layout, where, one.reader.writers)
 
     # -- looking and waiting ---------------------------------------------------------------------------------
 
     def wait(self, interests: Sequence[Interest], *, timeout_s: float, wake_fd: int | None = None) -> bool:
         """Sleep until an interest may be met; see `ExperienceStore.wait`."""
         wanted: dict[str, list[int]] = {}
-        for one in interests:
-            layout, prefix = self._layout(one.table)
-            wanted.setdefault(prefix, []).extend((layout.stage_index(one.stage), one.rows, int(one.or_settled)))
+        for interest in interests:
+            one = self._open(interest.table)
+            index = one.layout.stage_index(interest.stage)
+            wanted.setdefault(one.prefix, []).extend((index, interest.rows, int(interest.or_settled)))
         return self._row_waiter.wait(wanted, timeout_s=timeout_s, wake_fd=wake_fd)
 
     def counts(self, table: str) -> TableCounts:
         """The table's counters; see `ExperienceStore.counts`."""
-        layout, prefix = self._layout(table)
-        _, state, ended = self._link.call("counts", prefix)
-        fields = {state[k].decode(): state[k + 1] for k in range(0, len(state), 2)}
+        one = self._open(table)
+        _, packed, ended = self._link.call("counts", one.prefix)
+        state = [int(value) if value < 2**53 else 0 for value in struct.unpack(f"<{len(packed) // 8}d", packed)]
+        names = [stage.name for stage in one.layout.table.stages]
 
-        def by_stage(letter: str) -> dict[str, int]:
-            stages = enumerate(layout.table.stages, start=1)
-            return {stage.name: int(fields.get(f"{letter}{i}", 0)) for i, stage in stages}
+        def by_stage(index: int) -> dict[str, int]:
+            return {name: state[_FIELDS + k * _STAGE_FIELDS + index] for k, name in enumerate(names, start=1)}
 
+        ready, leased, past = by_stage(_READY), by_stage(_LEASED), by_stage(_PAST)
+        admitted = state[_ADMITTED]
         return TableCounts(
-            admitted=int(fields.get("admitted", 0)),
-            live=int(fields.get("live", 0)),
-            payload_bytes=int(fields.get("bytes", 0)),
-            ready=by_stage("r"),
-            leased=by_stage("l"),
-            acked=by_stage("a"),
-            ended={ended[k].decode(): int(ended[k + 1]) for k in range(0, len(ended), 2)},
-            redelivered=int(fields.get("redelivered", 0)),
+            admitted=admitted,
+            live=admitted - state[_ENDED],
+            payload_bytes=state[_BYTES],
+            ready=ready,
+            leased=leased,
+            acked=past,
+            ended={ended[k].decode(): int(ended[k + 1]) for k in range(0, len(ended), 2) if int(ended[k + 1])},
+            redelivered=state[_REDELIVERED],
+            waiting={name: admitted - ready[name] - leased[name] - past[name] for name in names},
+            uses=state[_USES],
+            fenced=state[_FENCED],
+            dead_letters=state[_DEAD],
+            version=state[_TRAINER],
         )
+
+    def leases(self, table: str) -> list[Lease]:
+        """Live leases; see `ExperienceStore.leases`."""
+        one = self._open(table)
+        stages = ["", *(stage.name for stage in one.layout.table.stages)]
+        lines = self._link.call("leases", one.prefix)[1]
+        return [
+            Lease(lease.decode(), stages[index], worker.decode(), rows, left_ms / 1000)
+            for lease, index, worker, rows, left_ms, *_ in lines
+        ]
+
+    def verify(self, table: str) -> list[str]:
+        """Broken invariants; see `ExperienceStore.verify`."""
+        one = self._open(table)
+        return verifying.verify(self, self._client, self._link, one.layout, one.prefix)
 
     def waiting(self) -> list[Waiting]:
         """Everybody who waits on the open tables; `since_s` is how long already."""
         lines: list[Waiting] = []
-        for name, prefix in self._prefixes.items():
+        for name, one in self._tables.items():
             counts = self.counts(name)
-            stages = ["", *(stage.name for stage in self._layouts[name].table.stages)]
-            for _, worker, waited_ms, _, *interests in self._link.call("waiting", prefix)[1]:
+            stages = ["", *(stage.name for stage in one.layout.table.stages)]
+            for _, worker, waited_ms, _, *interests in self._link.call("waiting", one.prefix)[1]:
                 for k in range(0, len(interests), 3):
-                    index, rows, settled = interests[k : k + 3]
-                    what = f"{rows} ready rows" + (", or none left to come" if settled else "")
-                    what = what if index else f"room for {rows} rows"
+                    index, rows, third = interests[k : k + 3]
+                    what = f"{rows} ready rows" + (", or none left to come" if third else "")
+                    what = what if index else f"room for {rows} rows of {third} bytes"
                     lines.append(Waiting(worker.decode(), name, stages[index], what, waited_ms / 1000, counts))
         return lines
 
     def close(self) -> None:
         """Close the connections (not those of a client that was given)."""
-        self._link.attempt([("forget", prefix, self._nonce) for prefix in self._prefixes.values()])
+        ended = [
+            ("forget", one.prefix, *(f"{one.client}.{slot}" for slot in one.slots)) for one in self._tables.values()
+        ]
+        self._link.attempt(ended)
         self._row_waiter.close()
         self._room_waiter.close()
         self._link.close()
         if self._owns_client:
             self._client.close()
+
+
+_LIMITS = {
+    "rows": "{value:.0f} of {most:.0f} rows live",
+    "bytes": "{value:.0f} of {most:.0f} payload bytes held",
+    "versions": "{value:.0f} of {most:.0f} rows admitted for the versions in flight",
+    "samples_per_insert": "{value:g} samples waiting to be drawn, of at most {most:g}",
+}
+
+
+def _told(facts: Facts, rows: int, table: str) -> tuple[Argument, Argument, Argument]:
+    """Version, tokens (four bytes little-endian each) and tag as the functions take them."""
+    tokens = b""
+    if facts.tokens is not None:
+        packed = array.array("I", facts.tokens)
+        if len(packed) != rows:
+            raise UsageError(f"tokens of rows for table '{table}'", got=f"{len(packed)} counts", expected=f"{rows}")
+        if sys.byteorder == "big":
+            packed.byteswap()
+        tokens = packed.tobytes()
+    if len(facts.tag) > _TAG_CHARS or any(mark in facts.tag for mark in ":;"):
+        expected = f"at most {_TAG_CHARS} characters without ':' and ';'"
+        raise UsageError(f"tag of rows for table '{table}'", got=repr(facts.tag[:40]), expected=expected)
+    return "" if facts.version is None else facts.version, tokens, facts.tag
 
 
 def _clean(text: str) -> str:

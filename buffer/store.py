@@ -1,8 +1,11 @@
 """The experience store: the one seam between rows and the processes that work on them.
 
-A *table* holds *samples* (rows) in *chunks*; a chunk is what one `put` brought, always whole groups.
+A *table* holds *samples* (rows) in *chunks*; a chunk is what one `put` brought, always whole *groups*.
 A *stage* consumes each row once, as soon as the columns that it needs are there, independently of the
 other stages. A *claim* leases rows to one worker; the lease is the fence of every write under it.
+
+A *group* is the record {expected, ready, terminal} of its members for a stage: complete when ready + terminal =
+expected, so that a member that was filtered or failed never blocks its siblings.
 
 Rows end in exactly one of the `END_STATES`, counted by the store itself.
 """
@@ -18,6 +21,7 @@ import pyarrow as pa
 from rlmq.common.columns import Column
 
 Scope = Literal["row", "group", "chunk", "batch"]
+Selector = Literal["fifo", "fresh_first", "uniform", "prioritized"]
 EndState = Literal["trained", "done", "filtered", "stale", "dead"]
 END_STATES: tuple[EndState, ...] = ("trained", "done", "filtered", "stale", "dead")
 
@@ -31,6 +35,29 @@ class Stage:
 
     `scope` is the unit that a claim never splits: single rows, whole groups, one whole chunk per claim
     (the unit of generation), or `batch`: all of `max_rows` at once or nothing.
+
+    `selector` is the order in which ready units are claimed: `fifo` and `fresh_first` by admission of their
+    chunk; `uniform` and `prioritized` by exponential clocks (each unit rings at rate w, the next one is unit k
+    with probability w_k / sum(w), independently of the past; Efraimidis and Spirakis 2006), drawn from the
+    table's seed, the unit and its use, so that a run repeats its own draws. Units are then groups, or single
+    rows in scope `row`.
+
+    `min_batch`: a claim takes at least so many rows, except after a flush: when the upstream has closed
+    (`put(closes=True)` or `flush`) and no row of the closed chunks can still become ready, or when the oldest
+    ready row has waited `max_wait_s`.
+
+    `min_size`: nothing is claimed while fewer rows are ready (a warm-up of a replay buffer; no flush).
+
+    `samples_per_insert`, `error_buffer`: the rate limiter of dm-reverb (Cassirer et al. 2021, section 3.4). With
+    diff = admitted × samples_per_insert − consumed, a claim keeps
+    diff ≥ min_size × samples_per_insert − error_buffer, and a put keeps
+    diff ≤ min_size × samples_per_insert + error_buffer.
+
+    `max_staleness`: a claim that tells the trainer's version v ends rows as `stale` whose policy version is
+    below v − max_staleness, with all of their unit.
+
+    `group_deadline_s`: so long after the first member of a group is complete, the missing members end as
+    `dead(group deadline)`, and with fewer than `group_min` complete ones all members do.
     """
 
     name: str
@@ -39,26 +66,75 @@ class Stage:
     lease_s: float = 60.0
     max_deliveries: int = 3
     ended: bool = False
+    selector: Selector = "fifo"
+    min_batch: int = 1
+    max_wait_s: float | None = None
+    min_size: int = 0
+    samples_per_insert: float | None = None
+    error_buffer: float = 0.0
+    max_staleness: int | None = None
+    group_deadline_s: float | None = None
+    group_min: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class VersionWindow:
+    """In-flight capacity in policy versions: admitted − dropped ≤ rows_per_version × (version + 1 + versions).
+
+    `version` is the newest told by `set_version`; `dropped` counts rows that ended in any other state than
+    `trained`. With `versions = 0` generation and training alternate (Fu et al. 2025, AReaL, equation 3).
+    """
+
+    rows_per_version: int
+    versions: int
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A named partition with typed columns, its stages, and a capacity in live rows."""
+    """A named partition with typed columns, its stages, and its limits.
+
+    live rows ≤ `capacity_rows`; payload bytes ≤ `capacity_bytes` (None: no such limit), and `window`. A row is
+    used `max_uses` times by the stage that trains before it ends. The newest `max_dead_rows` dead letters keep
+    their payload.
+    """
 
     name: str
     columns: tuple[Column, ...]
     stages: tuple[Stage, ...]
     capacity_rows: int = 1_000_000
+    capacity_bytes: int | None = None
+    max_uses: int = 1
+    window: VersionWindow | None = None
+    seed: int = 0
+    max_dead_rows: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the store itself knows of rows that are put or written, beside their payload.
+
+    `version`: the least policy version that made them (None: nothing new to say); `tokens`: size of each row in
+    tokens, for token budgets; `tag`: who asked for it, kept in the lineage (call id, hash of a reward function;
+    at most 200 characters, without `:` and `;`).
+    """
+
+    version: int | None = None
+    tokens: Sequence[int] | None = None
+    tag: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """`count` rows of one chunk from index `first`; `delivery` is 1 the first time they are claimed."""
+    """`count` rows of one chunk from index `first`.
+
+    `delivery` is 1 the first time they are claimed; `use` counts how often they were trained on before.
+    """
 
     chunk: str
     first: int
     count: int
     delivery: int = 1
+    use: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +155,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Interest:
-    """What a waiter waits for: at least `rows` ready rows of a stage.
+    """What a waiter waits for: that a claim of at least `rows` rows may succeed.
 
     With `or_settled`, also that no live row of the table can become ready any more without a new
     `put` (each is ready for, leased by or past this stage, or ended), so that a batch thinned out by
@@ -96,8 +172,9 @@ class Interest:
 class TableCounts:
     """What a table holds now; every figure comes from the store's own counters.
 
-    `ended` maps `"state"` or `"state(reason)"` to rows since the run began.
-    `ready`, `leased`, `acked` map stage name to rows.
+    `ended` maps `"state"` or `"state(reason)"` to rows since the run began. `waiting`, `ready`, `leased` and
+    `acked` map stage name to rows; `acked` counts all that the stage is past. `uses` counts trainings of rows.
+    `fenced` counts writes that were refused because their lease was over.
     """
 
     admitted: int
@@ -108,6 +185,11 @@ class TableCounts:
     acked: Mapping[str, int]
     ended: Mapping[str, int]
     redelivered: int = 0
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    uses: int = 0
+    fenced: int = 0
+    dead_letters: int = 0
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,37 +204,108 @@ class Waiting:
     counts: TableCounts | None = field(default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """Rows that ended as dead together: `reason` holds the traceback. `at` is Unix time in seconds."""
+
+    table: str
+    range: RowRange
+    stage: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One piece of lineage: who wrote these columns of these rows, and when (Unix time in seconds)."""
+
+    range: RowRange
+    columns: tuple[str, ...]
+    writer: str
+    at: float
+    version: int | None
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One live lease: for `rlmq buffer`. `left_s` is negative when it is over and nobody has looked yet."""
+
+    lease: str
+    stage: str
+    worker: str
+    rows: int
+    left_s: float
+
+
 class ExperienceStore(Protocol):
     """Rows by stage. Every verb is one transition, atomic in the server, idempotent when repeated."""
 
     def open(self, tables: Sequence[Table]) -> None:
         """Create the tables, or check that the existing ones are the same.
 
+        Stages that the server does not know yet are added, also while rows are live: they get every live row.
+        Stages that only the server knows stay.
+
         Raises:
-            SchemaMismatch: a table exists with other columns; both fingerprints are named.
-            DependencyError: the server cannot be reached, or is too old.
+            SchemaMismatch: a table exists with other columns, or a stage with other needs or scope; both
+            fingerprints are named. DependencyError: the server cannot be reached, or is too old.
         """
 
-    def put(self, table: str, rows: pa.RecordBatch, *, producer: str, sequence: int, group_size: int) -> bool:
-        """Add one chunk of whole groups. Blocks while the table is full.
+    def put(
+        self,
+        table: str,
+        rows: pa.RecordBatch,
+        *,
+        producer: str,
+        sequence: int,
+        group_size: int,
+        facts: Facts = Facts(),
+        closes: bool = False,
+    ) -> bool:
+        """Add one chunk of whole groups. Blocks while a limit of the table is reached.
 
-        `(producer, sequence)` makes a repeated put a no-op: sequences of a producer only grow.
+        `(producer, sequence)` makes a repeated put a no-op: sequences of a producer only grow. `closes` says that
+        the rows put so far are complete (the step's last chunk): what is ready need not wait for a `min_batch`.
 
         Returns:
             False when this sequence was put before.
 
         Raises:
-            DeadlineExceeded: still full after the store's put deadline; names the stage that must drain.
-            SchemaMismatch: `rows` does not start the table's columns.
+            DeadlineExceeded: still full after the store's put deadline; names the limit and the stage that must
+            drain. SchemaMismatch: `rows` is not whole column groups of the table, from its first column on.
         """
 
-    def claim(
-        self, table: str, stage: str, *, max_rows: int, min_rows: int = 1, columns: Sequence[str] | None = None
-    ) -> Claim | None:
-        """Lease ready rows in order of admission; None when fewer than `min_rows` are ready. Never blocks.
+    def flush(self, table: str) -> None:
+        """The rows put so far are complete: see `Stage.min_batch`."""
 
-        `columns=None` brings all columns of the table. `end_state`, `end_reason` and `end_step` may be asked for
-        too: how the row ended (null while it lives).
+    def set_version(self, table: str, version: int) -> None:
+        """Tell the trainer's policy version (it only grows): see `VersionWindow`."""
+
+    def claim(
+        self,
+        table: str,
+        stage: str,
+        *,
+        max_rows: int,
+        min_rows: int = 1,
+        columns: Sequence[str] | None = None,
+        max_tokens: int | None = None,
+        version: int | None = None,
+        timeout_s: float = 0.0,
+    ) -> Claim | None:
+        """Lease ready rows in the order of the stage's selector.
+
+        Without `timeout_s` it never blocks: None when it cannot have `min_rows`. With it, it sleeps until it
+        can, without polling.
+
+        `max_tokens`: at most so many tokens (but one unit always), by what `Facts.tokens` told; a row of
+        unknown size counts 0. `version`: the trainer's, see `Stage.max_staleness`. `columns=None` brings all
+        columns of the table. `end_state`, `end_reason`, `end_step` and `lineage` may be asked for too: how the
+        row ended (null while it lives), and who wrote its columns (JSON).
+
+        Raises:
+            DeadlineExceeded: nothing after `timeout_s`; names the stage, what it lacks, and the counts.
         """
 
     def wait(self, interests: Sequence[Interest], *, timeout_s: float, wake_fd: int | None = None) -> bool:
@@ -171,11 +324,13 @@ class ExperienceStore(Protocol):
         """Renew the lease: the worker made progress.
 
         Raises:
-            Fenced: the lease expired and was given to somebody else.
+            Fenced: the lease expired.
         """
 
-    def write(self, claim: Claim, columns: pa.RecordBatch, *, ack: bool = False) -> None:
+    def write(self, claim: Claim, columns: pa.RecordBatch, *, ack: bool = False, facts: Facts = Facts()) -> None:
         """Add columns to the claimed rows (all of them, in order); with `ack`, end the claim as done too.
+
+        A write brings whole column groups: all columns of one writer that the same stages need.
 
         Raises:
             Fenced: the lease is no longer valid. SchemaMismatch: wrong columns, types or row count.
@@ -186,12 +341,16 @@ class ExperienceStore(Protocol):
     ) -> None:
         """Give claimed rows (indices within the claim, default all) their end state; ends the claim for them.
 
-        A finished row is ready for no other stage except those with `ended=True`. Rows finished as
-        `trained` keep their payload until `advance(step)` reaches their step.
+        A finished row is ready for no other stage except those with `ended=True`. Rows finished as `trained`
+        keep their payload until `advance(step)` reaches their step; while they have uses left they become ready
+        for this stage again instead of ending.
         """
 
     def finish_logged(self, table: str, stage: str, ranges: Sequence[RowRange], *, step: int) -> None:
-        """Mark rows of a batch-log entry as trained, whoever holds them now: redo after a crash. Idempotent."""
+        """Mark rows of a batch-log entry as trained, whoever holds them now:
+
+        redo after a crash. Idempotent by `RowRange.use`.
+        """
 
     def ack(self, claim: Claim) -> None:
         """This stage is done with the rows."""
@@ -204,6 +363,30 @@ class ExperienceStore(Protocol):
 
     def advance(self, durable_step: int) -> None:
         """A checkpoint covers this step: free the payload of rows trained up to it. Idempotent."""
+
+    def prioritize(self, table: str, stage: str, ranges: Sequence[RowRange], priorities: Sequence[float]) -> None:
+        """Give each range (whole units of a `prioritized` stage) its rate; a freed one is left alone."""
+
+    def dead_letters(self, table: str) -> list[DeadLetter]:
+        """Dead rows whose payload is still held, oldest first."""
+
+    def retry(self, letter: DeadLetter) -> int:
+        """Make dead rows live again, ready for the stage that lost them, with all deliveries. Returns rows."""
+
+    def drop(self, letter: DeadLetter) -> int:
+        """Let go of dead rows; they stay counted as dead. Returns rows."""
+
+    def lineage(self, table: str, ranges: Sequence[RowRange]) -> list[Written]:
+        """Who wrote the columns of held rows, oldest first."""
+
+    def leases(self, table: str) -> list[Lease]:
+        """Live leases."""
+
+    def verify(self, table: str) -> list[str]:
+        """Every broken invariant between the counters, the chunks, the leases and the payload;
+
+        empty when all hold.
+        """
 
     def counts(self, table: str) -> TableCounts:
         """The table's counters."""

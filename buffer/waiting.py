@@ -1,19 +1,26 @@
-"""Sleeping until rows are ready: a registration in the server, and a token list on a connection of its own."""
+"""Sleeping until a claim or a put may succeed:
+
+a registration in the server, and a token list on a connection of its own.
+"""
 
 from __future__ import annotations
 
 import select
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import redis
 
-from rlmq.buffer.connection import Link, new_connection
+from rlmq.buffer.connection import Link
 from rlmq.buffer.keys import wake_key
+from rlmq.buffer.library import function_name
+from rlmq.buffer.wire import Argument, Wire
 
 _GRACE_S = 1.0  # a blocked pop ends by itself; this long after its time-out the connection is given up
-_Interests = Mapping[str, Sequence[int]]  # table prefix to (stage index or 0 for room, rows, settled)...
+_PAUSE_S = 0.05  # after a lost connection
+_Interests = Mapping[str, Sequence[int]]  # table prefix to (stage index or 0 for room, rows, settled or bytes)...
 
 
 class Waiter:
@@ -24,35 +31,86 @@ class Waiter:
         self._worker = worker
         self._name = name
         self._lock = threading.Lock()
-        self._connection = new_connection(client)
+        self._wire = Wire(client)
+
+    @property
+    def name(self) -> str:
+        """What the functions register."""
+        return self._name
 
     def wait(self, interests: _Interests, *, timeout_s: float, wake_fd: int | None = None) -> bool:
         """True when an interest may be met; False when the time is over or `wake_fd` is readable.
 
-        An expired lease makes rows ready without anybody's doing, so the sleep ends with the next deadline and
-        the registration is made again, which takes expired leases back.
+        Leases and flushes make rows ready by time alone, so the sleep ends when the server says that time may help
+        and the registration is made again, which takes expired leases back.
         """
         with self._lock:
             start = time.monotonic()
             while True:
                 now = time.monotonic()
                 left_s = max(0.0, start + timeout_s - now)
-                met, expiry_s = self._register(interests, left_s, now - start)
+                met, due_s = self._register(interests, left_s, now - start)
                 if met:
                     self._unregister(interests)
                     return True
-                sleep_s = left_s if expiry_s is None else min(left_s, expiry_s + 0.002)
+                sleep_s = left_s if due_s is None else min(left_s, due_s + 0.002)
                 woken = self._sleep(interests, sleep_s, wake_fd)
                 if woken is not None:
                     return woken
                 if time.monotonic() - start >= timeout_s:
                     return not self._unregister(interests)
 
+    def until(
+        self, prefix: str, call: Callable[[str, int, int], Sequence[Argument]], timeout_s: float
+    ) -> list[Any]:
+        """Repeat a function that registers this waiter when it answers "none", until it answers something else.
+
+        Args:
+            call: the function's verb and arguments for (waiter, milliseconds left, milliseconds waited).
+
+        Returns:
+            The function's answer: "none" when the time is over (this waiter is not registered then).
+        """
+        with self._lock:
+            start = time.monotonic()
+            verb, *args = call(self._name, int(timeout_s * 1000) + 1000, 0)
+            reply = self._link.call(str(verb), prefix, *args)
+            while reply[0] == "none":
+                waited_s = time.monotonic() - start
+                left_s = timeout_s - waited_s
+                if left_s <= 0:
+                    self._unregister({prefix: ()})
+                    return reply
+                due_ms = int(reply[-1])
+                sleep_s = left_s if due_ms < 0 else min(left_s, due_ms / 1000 + 0.002)
+                verb, *args = call(self._name, int(left_s * 1000) + 1000, max(1, int(waited_s * 1000)))
+                reply = self._pop_and_call(prefix, sleep_s, str(verb), args)
+            return reply
+
+    def _pop_and_call(self, prefix: str, sleep_s: float, verb: str, args: Sequence[Argument]) -> list[Any]:
+        """Sleep for a token, then run the function, in one round trip."""
+        wire = self._wire
+        try:
+            wire.timeout_s = sleep_s + _GRACE_S
+            wire.send(
+                [
+                    ("BLPOP", wake_key(prefix, self._name), f"{max(sleep_s, 0.001):.3f}"),
+                    ("FCALL", function_name(verb), 1, prefix, *args),
+                ]
+            )
+            token, reply = wire.receive(), wire.receive()
+        except (redis.ConnectionError, redis.TimeoutError, OSError):
+            wire.disconnect()
+            return self._link.call(verb, prefix, *args)
+        if isinstance(token, Exception) or isinstance(reply, Exception) or reply[0] == b"unknown":
+            return self._link.call(verb, prefix, *args)  # it knows what to do about it
+        return [reply[0].decode(), *reply[1:]]
+
     def _register(self, interests: _Interests, left_s: float, waited_s: float) -> tuple[bool, float | None]:
         head = (self._name, int(left_s * 1000) + 1000, self._worker, int(waited_s * 1000))
         replies = self._link.calls([("wait", prefix, *head, *wanted) for prefix, wanted in interests.items()])
-        expiries = [int(reply[1]) / 1000 for reply in replies if int(reply[1]) >= 0]
-        return any(reply[0] != "wait" for reply in replies), min(expiries, default=None)
+        dues = [int(reply[1]) / 1000 for reply in replies if int(reply[1]) >= 0]
+        return any(reply[0] != "wait" for reply in replies), min(dues, default=None)
 
     def _unregister(self, interests: _Interests) -> bool:
         """Take the registrations away; False when one was fulfilled meanwhile."""
@@ -68,19 +126,21 @@ class Waiter:
             return False if wake_fd is not None and select.select([wake_fd], [], [], 0)[0] else None
         keys = [wake_key(prefix, self._name) for prefix in interests]
         try:
-            self._connection.send_command("BLPOP", *keys, f"{max(sleep_s, 0.001):.3f}", check_health=False)
+            self._wire.send([("BLPOP", *keys, f"{max(sleep_s, 0.001):.3f}")])
             readable = self._readable(wake_fd, sleep_s + _GRACE_S)
             if wake_fd is not None and wake_fd in readable:
                 return self._cancel(interests)
             if not readable:
                 raise redis.TimeoutError("a blocked pop did not end")
-            token = self._connection.read_response()
-        except (redis.ConnectionError, redis.TimeoutError, OSError):
-            self._connection.disconnect()
-            time.sleep(min(0.05, sleep_s))
+            token = self._wire.receive()
+            if isinstance(token, Exception):
+                raise token
+        except (redis.RedisError, OSError):
+            self._wire.disconnect()
+            time.sleep(min(_PAUSE_S, sleep_s))
             return None
         except BaseException:
-            self._connection.disconnect()  # an interrupted pop must not answer the next one
+            self._wire.disconnect()  # an interrupted pop must not answer the next one
             raise
         if token is None:
             return None
@@ -88,8 +148,10 @@ class Waiter:
         return True
 
     def _readable(self, wake_fd: int | None, timeout_s: float) -> list[int]:
+        own = self._wire.fileno()
+        if self._wire.pending():
+            return [own]
         poller = select.poll()
-        own = self._connection._get_socket().fileno()
         poller.register(own, select.POLLIN)
         if wake_fd is not None:
             poller.register(wake_fd, select.POLLIN)
@@ -100,9 +162,9 @@ class Waiter:
         prefixes = list(interests)
         own = [("unwait", prefix, self._name, 1 if k == 0 else 0) for k, prefix in enumerate(prefixes)]
         replies = self._link.calls(own)
-        self._connection.read_response()
+        self._wire.receive()
         return any(int(reply[1]) == 0 for reply in replies)
 
     def close(self) -> None:
         """Close the connection."""
-        self._connection.disconnect()
+        self._wire.disconnect()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 ANSWER_S = 30.0
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 256 * 1024  # more than a TLS record, of which nothing may stay behind unseen by a poll
 _KEPT_BYTES = 2 * 1024 * 1024  # of the parser's buffer, so that it need not grow anew for each large reply
 _LARGE_BYTES = 4096  # from here on an argument is cheaper to hand over than to copy
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
@@ -106,10 +106,13 @@ class Wire:
             redis.RedisError: as redis-py raises it.
         """
         if self._socket is None:
-            self._connection.connect()
-            self._reader = _new_reader()
-            self._encrypted = isinstance(self._connection._sock, ssl.SSLSocket)
-            self._set_timeout(self._connection._sock)
+            try:
+                self._connection.connect()
+                self._encrypted = isinstance(self._connection._sock, ssl.SSLSocket)
+                self._set_timeout(self._connection._sock)
+            except BaseException:
+                self._connection.disconnect()  # an interrupted greeting must not go on with a command
+                raise
             self._socket = self._connection._sock
 
     def _set_timeout(self, sock: socket.socket) -> None:
@@ -190,19 +193,12 @@ class Wire:
 
     def pending(self) -> bool:
         """Whether `receive` would return at once with what has been read already, whatever `fileno` shows."""
-        if self._next is not _NOTHING:
-            return True
-        sock = self._socket
-        try:
-            self._next = self._reader.gets()
-            while self._next is _NOTHING and isinstance(sock, ssl.SSLSocket) and sock.pending():
-                self._read()
+        if self._next is _NOTHING:
+            try:
                 self._next = self._reader.gets()
-        except OSError as error:
-            raise self._lost(error) from error
-        except BaseException:
-            self.disconnect()
-            raise
+            except BaseException:
+                self.disconnect()
+                raise
         return self._next is not _NOTHING
 
     def _lost(self, error: OSError) -> redis.RedisError:
@@ -281,7 +277,7 @@ def _send_all(sock: socket.socket, buffers: Sequence[ReadableBuffer], total_byte
     sent = sock.sendmsg(buffers) if len(buffers) <= _MOST_BUFFERS else 0
     if sent == total_bytes:
         return
-    views = [view.cast("B") for view in (memoryview(buffer) for buffer in buffers) if view.nbytes]
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
     real_bytes = sum(view.nbytes for view in views)
     if real_bytes != total_bytes:
         raise ValueError(f"scattered argument: its parts make {real_bytes - total_bytes:+} bytes of its nbytes")

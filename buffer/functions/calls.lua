@@ -10,6 +10,11 @@
 --   R notes         hash: name -> msgpack map, for other processes to read
 --   R home          string: mark of the run folder; no function uses it
 
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
 local function epoch_of(run)
   return tonumber(redis.call('HGET', run .. KEY.controller, 'epoch') or 0)
 end

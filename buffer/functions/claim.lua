@@ -1,113 +1,188 @@
 -- Claiming rows, reading where their payload is, and waiting.
 
-local MOST_RANGES = 1000  -- a claim's ranges: a function's time is everybody's stall
+local MOST_RANGES = 256  -- a claim's ranges: a function's time is everybody's stall
+local AT_ONCE = 16       -- entries of the ready index looked at together
 
--- Ready runs of one chunk, at most `room` rows, never part of a unit; returns rows taken, and whether that is all.
-local function take_runs(chunk, i, size, room, picks)
-  local taken, whole, own = 0, true, {}
-  each_run(chunk, {'s' .. i, 'd' .. i}, 0, chunk.n, function(from, rows, chars)
-    if not whole or chars[1] ~= 'r' then return end
-    local fit = math.min(rows, room - taken)
-    if fit > 0 then
-      own[#own + 1] = {chunk, from, fit, string.byte(chars[2]) - FIRST_DELIVERY + 1}
-      taken = taken + fit
-    end
-    if fit < rows then
-      whole = false
-      local cut = math.floor((from + fit) / size) * size
-      while #own > 0 and own[#own][2] + own[#own][3] > cut do
-        local last = own[#own]
-        local keep = math.max(0, cut - last[2])
-        taken = taken - (last[3] - keep)
-        last[3] = keep
-        if keep == 0 then own[#own] = nil end
+-- The table after time has done its part: leases and groups that are over.
+local function open_now(keys)
+  local t = open_table(keys)
+  if not t or t.now < t.state[DUE] then return t end
+  expire(t, 16)
+  commit(t)
+  return open_table(keys)
+end
+
+-- End units with rows that are more than the stage's staleness below the trainer's version.
+local function end_stale(t, chunk, i, version)
+  local size, least, stale = unit_rows(chunk, t.stages[i]), version - t.stages[i].max_staleness, {}
+  local at = t.config.pos[i]
+  each_run(chunk, 0, chunk.n, function(sig, made, from, rows)
+    if made >= 0 and made < least and string.byte(sig, at) == 114 then
+      for u = math.floor(from / size), math.floor((from + rows - 1) / size) do
+        stale[u] = math.max(stale[u] or 0, version - made)
       end
     end
   end)
-  for _, pick in ipairs(own) do picks[#picks + 1] = pick end
-  return taken, whole
-end
-
-local function collect(t, i, most, least)
-  local stage, picks, got = t.stages[i], {}, 0
-  local most_ranges = stage.scope == 'batch' and most or math.max(MOST_RANGES, least)
-  local chunks = stage.scope == 'chunk' and 1 or math.min(most, most_ranges)
-  local ids = redis.call('ZRANGE', t.prefix .. KEY.ready .. i, 0, chunks - 1)
-  for _, id in ipairs(ids) do
-    local chunk = chunk_of(t, id)
-    local size = stage.scope == 'group' and chunk.group or 1
-    local room = stage.scope == 'chunk' and chunk.n or most - got
-    local taken, whole = take_runs(chunk, i, size, room, picks)
-    got = got + taken
-    if got == 0 and not whole then return picks, 0, size end
-    if not whole or got >= most or #picks >= most_ranges then break end
+  for u, age in pairs(stale) do
+    local reason = age .. ' versions old'
+    local final = {state = 'stale', label = 'stale(' .. reason .. ')', reason = reason, step = -1}
+    end_rows(t, chunk, u * size, size, final, i, 0)
   end
-  return picks, got, 0
 end
 
--- Pieces of the wanted units of a chunk, and how its rows ended: {id, rows, why, pieces of each unit...}.
+-- Ready runs among rows [first, first + count) as {chunk, first, count, delivery, use}, and their number of rows.
+local function ready_runs(t, chunk, i, first, count)
+  local picks, rows, at = {}, 0, t.config.pos[i]
+  each_run(chunk, first, count, function(sig, _, from, some)
+    if string.byte(sig, at) ~= 114 then return end
+    picks[#picks + 1] = {chunk, from, some, string.byte(sig, at + 1) - FIRST + 1, string.byte(sig, 2) - FIRST}
+    rows = rows + some
+  end)
+  return picks, rows
+end
+
+-- Add what fits of rows [first, first + count), which begin and end with units of `size`. Returns false when something
+-- was left.
+local function take(t, chunk, i, first, count, size, want)
+  local picks, rows = ready_runs(t, chunk, i, first, count)
+  if rows == 0 then return true end
+  local fits = rows <= want.room and #want.picks + #picks <= want.ranges
+  if fits and want.tokens then
+    local tokens = 0
+    for _, pick in ipairs(picks) do tokens = tokens + tokens_of(chunk, pick[2], pick[3]) end
+    fits = tokens <= want.tokens or (want.got == 0 and count == size)
+    if fits then want.tokens = want.tokens - tokens end
+  end
+  if fits then
+    for _, pick in ipairs(picks) do want.picks[#want.picks + 1] = pick end
+    want.room, want.got = want.room - rows, want.got + rows
+    return true
+  end
+  if count == size then
+    if want.got == 0 and rows > want.most then want.large = rows end
+    return false
+  end
+  if not want.tokens and size == 1 then
+    for _, pick in ipairs(picks) do
+      if want.room == 0 or #want.picks == want.ranges then return false end
+      pick[3] = math.min(pick[3], want.room)
+      want.picks[#want.picks + 1] = pick
+      want.room, want.got = want.room - pick[3], want.got + pick[3]
+    end
+    return false
+  end
+  local units = math.floor(count / size)
+  local half = math.max(1, math.floor(units / 2)) * size
+  return take(t, chunk, i, first, half, size, want) and take(t, chunk, i, first + half, count - half, size, want)
+end
+
+local function collect(t, i, want, version)
+  local stage, key, from = t.stages[i], t.prefix .. KEY.ready .. i, 0
+  local stale = version and stage.max_staleness
+  while true do
+    local found = redis.call('ZRANGE', key, from, from + AT_ONCE - 1, 'WITHSCORES')
+    for k = 1, #found, 2 do
+      local id, first, count, size = found[k], 0, nil, nil
+      local chunk
+      if stage.by_unit then
+        local u
+        id, u = string.match(id, '^(.*)#(%d+)$')
+        chunk = chunk_of(t, id)
+        size = unit_rows(chunk, stage)
+        first, count = u * size, size
+      else
+        chunk = chunk_of(t, id)
+        size, count = unit_rows(chunk, stage), chunk.n
+      end
+      if stale then end_stale(t, chunk, i, version) end
+      if stage.scope == 'chunk' then want.room, want.most = chunk.n, chunk.n end
+      local whole = take(t, chunk, i, first, count, size, want)
+      if stage.by_unit and want.got > 0 then want.clock = tonumber(found[k + 1]) end
+      if not whole or want.room <= 0 or (stage.scope == 'chunk' and want.got > 0) then return end
+    end
+    if #found < 2 * AT_ONCE then return end
+    from = from + AT_ONCE
+  end
+end
+
+-- Where the payload of the wanted units of a chunk is: {id, rows, ms of the put, how rows ended, pieces of each unit...}.
 local function whereabouts(chunk, units)
-  local where = {chunk.id, chunk.n, chunk.fields.why or ''}
-  for _, unit in ipairs(units) do where[#where + 1] = chunk.fields['p' .. unit] or '' end
+  local where = {chunk.id, chunk.n, chunk.at, chunk.why}
+  for _, unit in ipairs(units) do where[#where + 1] = chunk.pieces[unit] end
   return where
 end
 
-local function claim_reply(t, lease, ranges, units)
+local function claim_reply(t, ranges, units)
   local chunks, seen = {}, {}
-  for k = 1, #ranges, 4 do
-    local chunk = chunk_of(t, ranges[k])
-    if chunk and not seen[chunk.id] then
-      seen[chunk.id] = true
-      chunks[#chunks + 1] = whereabouts(chunk, units)
+  for k = 1, #ranges, 5 do
+    local id = ranges[k]
+    if not seen[id] then
+      seen[id] = true
+      chunks[#chunks + 1] = whereabouts(chunk_of(t, id), units)
     end
   end
-  return {'ok', lease, ranges, chunks}
+  return {'ok', ranges, chunks}
 end
 
--- claim(stage index, lease, worker, most rows, least rows, units...): {"ok", lease, {chunk, first, count, delivery, ...},
--- {whereabouts...}}, {"none", ready rows}, or {"large", group size}. The client names the lease, so that a repeated call
--- finds its first answer.
-register('claim', function(keys, args)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
-  local i, lease = tonumber(args[1]), args[2]
-  local stage, units = t.stages[i], {}
-  for k = 6, #args do units[#units + 1] = args[k] end
-  local held = lease_of(t, lease)
-  if held then
-    local ranges = {}
-    each_range(t, held.ranges, function(chunk, first, count)
-      each_run(chunk, {'d' .. i}, first, count, function(from, rows, chars)
-        for _, value in ipairs({chunk.id, from, rows, string.byte(chars[1]) - FIRST_DELIVERY}) do
-          ranges[#ranges + 1] = value
-        end
-      end)
+-- The answer of a claim that was repeated because its first answer was lost.
+local function told_again(t, held, units)
+  local ranges, at = {}, t.config.pos[held.stage]
+  each_range(t, held, function(chunk, first, count)
+    each_run(chunk, first, count, function(sig, _, from, rows)
+      for _, value in ipairs({chunk.id, from, rows, string.byte(sig, at + 1) - FIRST, string.byte(sig, 2) - FIRST}) do
+        ranges[#ranges + 1] = value
+      end
     end)
-    return claim_reply(t, lease, ranges, units)
+  end)
+  return claim_reply(t, ranges, units)
+end
+
+-- claim(stage index, lease, worker, most rows, least rows, most tokens, version, waiter, milliseconds left, milliseconds waited,
+-- units...): {"ok", {chunk, first, count, delivery, use, ...}, {whereabouts...}}, {"none", ready rows, waiting rows, milliseconds until
+-- time may help (-1: never)} or {"large", rows of the first unit}. The client names the lease, so that a repeated call finds its
+-- first answer; a waiter that is named is registered when there is nothing.
+register('claim', function(keys, args)
+  local t = open_now(keys)
+  if not t then return {'unknown'} end
+  local i, units = tonumber(args[1]), {}
+  for k = 11, #args do units[#units + 1] = tonumber(args[k]) end
+  local stage, least = t.stages[i], tonumber(args[5])
+  local held = lease_of(t, args[2])
+  if held and not held.over then return told_again(t, held, units) end
+  local want = {picks = {}, got = 0, room = tonumber(args[4]), most = tonumber(args[4]), ranges = MOST_RANGES, tokens = number_or_nil(args[6])}
+  if stage.scope == 'batch' then want.ranges = math.max(MOST_RANGES, want.room) end
+  if claimable(t, i, least) then
+    want.room = math.min(want.room, allowed_rows(t, i))
+    collect(t, i, want, number_or_nil(args[7]))
   end
-  if expire_due(t, 16) > 0 then
-    commit(t)
-    t = open_table(keys)
+  if want.large then return {'large', want.large} end
+  if want.got == 0 or (stage.scope ~= 'chunk' and want.got < math.min(least, MOST_RANGES)) then
+    if args[8] ~= '' then
+      add_waiter(t, args[8], args[3], tonumber(args[9]), tonumber(args[10]), {i, least, 0})
+    end
+    if args[8] ~= '' or t.order[1] then commit(t) end
+    return {'none', stage_state(t, i, READY), waiting_rows(t, i), next_due(t, i)}
   end
-  local least, ready = tonumber(args[5]), state(t, 'r' .. i)
-  if ready < least or ready == 0 then return {'none', ready} end
-  local picks, got, large = collect(t, i, tonumber(args[4]), least)
-  if large > 0 then return {'large', large} end
-  if got == 0 or (stage.scope ~= 'chunk' and got < least) then return {'none', ready} end
-  local ranges, record = {}, {}
-  for _, pick in ipairs(picks) do
+  local slot, serial = slot_of(args[2])
+  local due = t.now + stage.lease_ms
+  local ranges, record = {}, {tonumber(serial), due, i, args[3]}
+  for _, pick in ipairs(want.picks) do
     local chunk, first, count = pick[1], pick[2], pick[3]
-    local delivery = math.min(pick[4], MOST_DELIVERIES)
-    set_rows(chunk, 's' .. i, first, count, 'l')
-    set_rows(chunk, 'd' .. i, first, count, string.char(FIRST_DELIVERY + delivery))
-    for _, value in ipairs({chunk.id, first, count, delivery}) do ranges[#ranges + 1] = value end
-    for _, value in ipairs({chunk.id, first, count}) do record[#record + 1] = value end
+    move(t, chunk, first, count, 'lease' .. i, to_leased, i)
+    local k, f = #ranges, #record
+    ranges[k + 1], ranges[k + 2], ranges[k + 3], ranges[k + 4], ranges[k + 5] = chunk.id, first, count, pick[4], pick[5]
+    if record[f - 2] == chunk.id and record[f - 1] + record[f] == first then
+      record[f] = record[f] + count
+    else
+      record[f + 1], record[f + 2], record[f + 3] = chunk.id, first, count
+    end
   end
-  bump(t, 'r' .. i, -got)
-  bump(t, 'l' .. i, got)
-  redis.call('HSET', t.prefix .. KEY.leases, lease, cmsgpack.pack({i, args[3], record}))
-  redis.call('ZADD', t.prefix .. KEY.deadlines, now_ms() + stage.lease_ms, lease)
-  local reply = claim_reply(t, lease, ranges, units)
+  add_to(t, i, TAKEN, want.got)
+  if stage.samples_per_insert then t.roomier = true end
+  if want.clock then t.state[t.config.base[i] + CLOCK] = math.max(want.clock, stage_state(t, i, CLOCK)) end
+  redis.call('HSET', t.prefix .. KEY.leases, slot, cmsgpack.pack(record))
+  if due < t.state[DUE] then t.state[DUE] = due end
+  local reply = claim_reply(t, ranges, units)
   commit(t)
   return reply
 end, 'allow-oom')
@@ -118,7 +193,7 @@ register('locate', function(keys, args)
   if not t then return {'unknown'} end
   local units, chunks = {}, {}
   local split = 1 + tonumber(args[1])
-  for k = 2, split do units[#units + 1] = args[k] end
+  for k = 2, split do units[#units + 1] = tonumber(args[k]) end
   for k = split + 1, #args do
     local chunk = chunk_of(t, args[k])
     chunks[#chunks + 1] = chunk and whereabouts(chunk, units) or {args[k], 0}
@@ -126,32 +201,35 @@ register('locate', function(keys, args)
   return {'ok', chunks}
 end, 'no-writes')
 
--- wait(waiter, milliseconds left, worker, milliseconds waited, {stage index or 0, rows, settled}...): registers, or finds
--- the wait fulfilled: {"met"} or {"wait"}, and milliseconds until the next lease expires (-1: none).
+-- wait(waiter, milliseconds left, worker, milliseconds waited, {stage index or 0, rows, settled or bytes}...): registers, or finds
+-- the wait fulfilled: {"met"} or {"wait"}, and milliseconds until time may help (-1: never).
 register('wait', function(keys, args)
-  local t = open_table(keys)
+  local t = open_now(keys)
   if not t then return {'unknown'} end
-  if expire_due(t, 16) > 0 then
-    commit(t)
-    t = open_table(keys)
-  end
   local interests = {}
   for k = 5, #args do interests[#interests + 1] = tonumber(args[k]) end
   redis.call('DEL', t.prefix .. KEY.wake .. args[1])
   if fulfilled(t, interests) then
-    redis.call('HDEL', t.prefix .. KEY.waiters, args[1])
+    local was = drop_waiter(t, args[1])
+    if was == 1 then commit(t) end
     return {'met', -1}
   end
-  local now = now_ms()
-  local record = {now + tonumber(args[2]), args[3], now - tonumber(args[4]), interests}
-  redis.call('HSET', t.prefix .. KEY.waiters, args[1], cmsgpack.pack(record))
-  local first = redis.call('ZRANGE', t.prefix .. KEY.deadlines, 0, 0, 'WITHSCORES')
-  return {'wait', first[2] and math.max(0, tonumber(first[2]) - now) or -1}
+  add_waiter(t, args[1], args[3], tonumber(args[2]), tonumber(args[4]), interests)
+  commit(t)
+  local due = -1
+  for k = 1, #interests, 3 do
+    local one = next_due(t, interests[k])
+    if one >= 0 and (due < 0 or one < due) then due = one end
+  end
+  return {'wait', due}
 end, 'allow-oom')
 
 -- unwait(waiter, 1 to wake its connection): {"ok", 1 if it was still waiting}.
 register('unwait', function(keys, args)
-  local was = redis.call('HDEL', keys[1] .. KEY.waiters, args[1])
+  local t = open_table(keys)
+  if not t then return {'ok', 0} end
+  local was = drop_waiter(t, args[1])
+  if was == 1 then commit(t) end
   if args[2] == '1' then
     redis.call('RPUSH', keys[1] .. KEY.wake .. args[1], '0')
     redis.call('PEXPIRE', keys[1] .. KEY.wake .. args[1], WAKE_TTL_MS)
@@ -165,19 +243,19 @@ end, 'allow-oom')
 register('waiting', function(keys)
   local t = open_table(keys)
   if not t then return {'unknown'} end
-  local all, now, reply = redis.call('HGETALL', t.prefix .. KEY.waiters), now_ms(), {}
+  local all, reply = redis.call('HGETALL', t.prefix .. KEY.waiters), {}
   for k = 1, #all, 2 do
     local record = cmsgpack.unpack(all[k + 1])
-    local line = {all[k], record[2], now - record[3], record[1] - now}
-    for _, value in ipairs(record[4]) do line[#line + 1] = value end
-    if record[1] >= now then reply[#reply + 1] = line end
+    local line = {all[k], record[2], t.now - record[3], record[1] - t.now}
+    for f = 4, #record do line[#line + 1] = record[f] end
+    if record[1] >= t.now then reply[#reply + 1] = line end
   end
   return {'ok', reply}
 end, 'no-writes')
 
--- counts(): {"ok", state, ended}, both as flat field, value lists.
+-- counts(): {"ok", state, ended as a flat field, value list}.
 register('counts', function(keys)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
-  return {'ok', redis.call('HGETALL', t.prefix .. KEY.state), redis.call('HGETALL', t.prefix .. KEY.ended)}
+  local state = redis.call('GET', keys[1] .. KEY.state)
+  if not state then return {'unknown'} end
+  return {'ok', state, redis.call('HGETALL', keys[1] .. KEY.ended)}
 end, 'no-writes')

@@ -1,101 +1,116 @@
--- Ending claims and rows. `client` and `serial` make a repeated call (its reply was lost) a no-op.
+-- Ending claims and rows.
 
--- Runs change(t, lease) once under a valid lease: {"ok", ...} or {"fenced"}.
+-- Runs change(t, lease) under a valid lease: {"ok", ...} or {"fenced"}. `call` is a number of the caller's own: the
+-- call that ended the lease is answered {"ok", 1} when it is repeated.
 local function under_lease(keys, args, change)
   local t = open_table(keys)
   if not t then return {'unknown'} end
-  if applied(t, args[1], args[2]) then return {'ok'} end
-  local held = lease_of(t, args[3])
-  if not held then return {'fenced'} end
-  local reply = change(t, held) or {'ok'}
-  mark_applied(t, args[1], args[2])
+  local held = lease_of(t, args[1])
+  if held and held.over and held.call == args[2] then return {'ok', 1} end
+  if not held or held.over then
+    t.state[FENCED] = t.state[FENCED] + 1
+    commit(t)
+    return {'fenced'}
+  end
+  local reply = change(t, held) or {'ok', 1}
   commit(t)
   return reply
 end
 
--- ack(client, serial, lease)
+-- ack(lease, call)
 register('ack', function(keys, args)
   return under_lease(keys, args, function(t, held)
-    each_range(t, held.ranges, function(chunk, first, count) ack_rows(t, chunk, held.stage, first, count) end)
-    drop_lease(t, args[3])
+    end_lease(t, held, args[2])
+    each_range(t, held, function(chunk, first, count) ack_rows(t, chunk, held.stage, first, count) end)
   end)
 end, 'allow-oom')
 
--- give_back(client, serial, lease, 1 to count the delivery, label when dead, reason)
+-- give_back(lease, call, 1 to count the delivery, label when dead, reason)
 register('give_back', function(keys, args)
   return under_lease(keys, args, function(t, held)
-    drop_lease(t, args[3])
-    each_range(t, held.ranges, function(chunk, first, count)
-      give_back(t, chunk, held.stage, first, count, args[4] == '1', {args[5], args[6]})
+    end_lease(t, held, args[2])
+    each_range(t, held, function(chunk, first, count)
+      give_back(t, chunk, held.stage, first, count, args[3] == '1', {args[4], args[5]})
     end)
   end)
 end, 'allow-oom')
 
--- extend(lease): {"ok"} or {"fenced"}.
+-- extend(lease, call): {"ok"} or {"fenced"}.
 register('extend', function(keys, args)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
-  local held = lease_of(t, args[1])
-  if not held then return {'fenced'} end
-  redis.call('ZADD', t.prefix .. KEY.deadlines, 'XX', now_ms() + t.stages[held.stage].lease_ms, args[1])
-  return {'ok'}
+  return under_lease(keys, args, function(t, held)
+    held.fields[2] = t.now + t.stages[held.stage].lease_ms
+    redis.call('HSET', t.prefix .. KEY.leases, held.slot, cmsgpack.pack(held.fields))
+    t.state[DUE] = math.min(t.state[DUE], held.fields[2])
+  end)
 end, 'allow-oom')
 
--- finish(client, serial, lease, state, label, reason, step, {chunk, first, count}...): {"ok", 1 when the claim is over}.
+-- finish(lease, call, state, label, reason, step, {chunk, first, count}...): {"ok", 1 when the claim is over}.
 -- Rows that this lease does not hold any more are left alone. No ranges: all rows of the claim.
 register('finish', function(keys, args)
   return under_lease(keys, args, function(t, held)
-    local ranges = held.ranges
-    if #args > 7 then
-      ranges = {}
-      for k = 8, #args do ranges[#ranges + 1] = args[k] end
+    local i, at = held.stage, t.config.pos[held.stage]
+    local final = {state = args[3], label = args[4], reason = args[5], step = tonumber(args[6])}
+    local some = held
+    if #args > 6 then
+      some = {fields = {0, 0, 0, 0}}
+      for k = 7, #args, 3 do
+        local f = some.fields
+        f[#f + 1], f[#f + 2], f[#f + 3] = args[k], tonumber(args[k + 1]), tonumber(args[k + 2])
+      end
     end
-    local final = {state = args[4], label = args[5], reason = args[6], step = tonumber(args[7])}
-    each_range(t, ranges, function(chunk, first, count)
-      if t.stages[held.stage].ended then
-        ack_rows(t, chunk, held.stage, first, count)
+    each_range(t, some, function(chunk, first, count)
+      if t.stages[i].ended then
+        ack_rows(t, chunk, i, first, count)
         return
       end
-      each_run(chunk, {'s' .. held.stage}, first, count, function(from, rows, chars)
-        if chars[1] == 'l' then end_rows(t, chunk, from, rows, final, held.stage) end
+      local mine = {}
+      each_run(chunk, first, count, function(sig, _, from, rows)
+        if string.byte(sig, at) == 108 then mine[#mine + 1] = {from, rows, string.byte(sig, 2) - FIRST} end
       end)
+      for _, run in ipairs(mine) do
+        if final.state == 'trained' then
+          use_rows(t, chunk, run[1], run[2], i, final.step, run[3])
+        else
+          end_rows(t, chunk, run[1], run[2], final, i, 0)
+        end
+      end
     end)
     local over = true
-    each_range(t, held.ranges, function(chunk, first, count)
-      each_run(chunk, {'s' .. held.stage}, first, count, function(_, _, chars)
-        if chars[1] == 'l' then over = false end
+    each_range(t, held, function(chunk, first, count)
+      each_run(chunk, first, count, function(sig)
+        if string.byte(sig, at) == 108 then over = false end
       end)
     end)
-    if over then drop_lease(t, args[3]) end
+    if over then end_lease(t, held, args[2]) end
     return {'ok', over and 1 or 0}
   end)
 end, 'allow-oom')
 
--- finish_logged(stage index, step, {chunk, producer, sequence, first, count}...): {"ok"}, or {"conflict", chunk} when the
+-- finish_logged(stage index, step, {chunk, producer, sequence, first, count, use}...): {"ok"}, or {"conflict", chunk} when the
 -- rows ended otherwise. Freed chunks are past; rows of chunks that are still to come are noted.
 register('finish_logged', function(keys, args)
   local t = open_table(keys)
   if not t then return {'unknown'} end
   local stage, step = tonumber(args[1]), tonumber(args[2])
   local conflict
-  for k = 3, #args, 5 do
+  for k = 3, #args, 6 do
     local chunk = chunk_of(t, args[k])
     if chunk then
-      each_run(chunk, {'e'}, tonumber(args[k + 3]), tonumber(args[k + 4]), function(_, _, chars)
-        if not string.find(chars[1], '[otT]') then conflict = args[k] end
+      each_run(chunk, tonumber(args[k + 3]), tonumber(args[k + 4]), function(sig)
+        if not string.find(sig, '^[otT]') then conflict = args[k] end
       end)
     end
   end
   if conflict then return {'conflict', conflict} end
-  local final = {state = 'trained', label = 'trained', reason = '', step = step}
-  for k = 3, #args, 5 do
+  for k = 3, #args, 6 do
     local chunk = chunk_of(t, args[k])
+    local first, count, use = tonumber(args[k + 3]), tonumber(args[k + 4]), tonumber(args[k + 5])
     if chunk then
-      end_rows(t, chunk, tonumber(args[k + 3]), tonumber(args[k + 4]), final, stage)
+      use_rows(t, chunk, first, count, stage, step, use)
     else
       local mark = redis.call('HGET', t.prefix .. KEY.marks, args[k + 1])
       if not mark or tonumber(mark) < tonumber(args[k + 2]) then
-        local at, note = t.prefix .. KEY.logged, table.concat({stage, args[k + 3], args[k + 4], step}, ':') .. ';'
+        local at, note = t.prefix .. KEY.logged, table.concat({stage, first, count, use, step}, ':') .. ';'
         local noted = redis.call('HGET', at, args[k]) or ''
         if not string.find(noted, note, 1, true) then redis.call('HSET', at, args[k], noted .. note) end
       end
@@ -110,16 +125,12 @@ register('advance', function(keys, args)
   local t = open_table(keys)
   if not t then return {'unknown'} end
   local step, at = tonumber(args[1]), t.prefix .. KEY.trained
-  if step + 1 > state(t, 'durable') then redis.call('HSET', t.prefix .. KEY.state, 'durable', step + 1) end
-  local members = redis.call('ZRANGEBYSCORE', at, '-inf', step, 'LIMIT', 0, SOME)
+  t.state[DURABLE] = math.max(t.state[DURABLE], step + 1)
+  local members = redis.call('ZRANGEBYSCORE', at, '-inf', step, 'LIMIT', 0, MOST_RANGES)
   for _, member in ipairs(members) do
     local id, first, count = string.match(member, '^(.*):(%d+):(%d+)$')
     local chunk = chunk_of(t, id)
-    if chunk then
-      each_run(chunk, {'e'}, tonumber(first), tonumber(count), function(from, rows, chars)
-        if chars[1] == 't' then set_rows(chunk, 'e', from, rows, 'T') end
-      end)
-    end
+    if chunk then move(t, chunk, tonumber(first), tonumber(count), 'durable', to_durable) end
   end
   if #members > 0 then redis.call('ZREM', at, unpack(members)) end
   commit(t)
@@ -130,26 +141,26 @@ end, 'allow-oom')
 register('expire', function(keys)
   local t = open_table(keys)
   if not t then return {'unknown'} end
-  local leases = expire_due(t, 64)
+  if t.now < t.state[DUE] then return {'ok', 0} end
+  local leases = expire(t, 64)
   commit(t)
   return {'ok', leases}
 end, 'allow-oom')
 
--- recover(worker, prefix of its own leases): gives back what earlier processes of this worker hold, counted.
+-- recover(worker, number of the client that asks): gives back what earlier processes of this worker hold, counted.
 -- {"ok", leases}.
 register('recover', function(keys, args)
   local t = open_table(keys)
   if not t then return {'unknown'} end
   local all, leases = redis.call('HGETALL', t.prefix .. KEY.leases), 0
   for k = 1, #all, 2 do
-    local lease = all[k]
-    local held = lease_of(t, lease)
-    if held.worker == args[1] and string.sub(lease, 1, #args[2]) ~= args[2] then
-      drop_lease(t, lease)
+    local f = cmsgpack.unpack(all[k + 1])
+    if f[2] > 0 and f[4] == args[1] and string.match(all[k], '^%d+') ~= args[2] then
+      redis.call('HDEL', t.prefix .. KEY.leases, all[k])
       leases = leases + 1
-      local reason = {'dead(worker ended)', 'worker ended while it held the row; last worker ' .. held.worker}
-      each_range(t, held.ranges, function(chunk, first, count)
-        give_back(t, chunk, held.stage, first, count, true, reason)
+      local reason = {'dead(worker ended)', 'worker ended\nwhile it held the row; last worker ' .. f[4]}
+      each_range(t, {fields = f}, function(chunk, first, count)
+        give_back(t, chunk, f[3], first, count, true, reason)
       end)
     end
   end
@@ -157,7 +168,11 @@ register('recover', function(keys, args)
   return {'ok', leases}
 end, 'allow-oom')
 
--- forget(client): the client ends and repeats nothing any more.
+-- forget(slot...): leases of a client that ends and repeats nothing any more.
 register('forget', function(keys, args)
-  return {'ok', redis.call('HDEL', keys[1] .. KEY.applied, args[1])}
+  for _, slot in ipairs(args) do
+    local packed = redis.call('HGET', keys[1] .. KEY.leases, slot)
+    if packed and cmsgpack.unpack(packed)[2] == 0 then redis.call('HDEL', keys[1] .. KEY.leases, slot) end
+  end
+  return {'ok'}
 end, 'allow-oom')

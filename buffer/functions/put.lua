@@ -1,101 +1,142 @@
 -- Opening tables, adding chunks, writing columns. The payload is in the server before the function runs (same
 -- transaction); a refused call unlinks it again.
---
--- A piece in the arguments: first, count, unit, columns ('' is all of the unit, else "0,2"), bytes, name.
 
-local PIECE = 6
+local function number_or_nil(text) return text ~= '' and tonumber(text) or nil end
 
--- open(version, config, schema, shape): create the table or compare. Replies {"ok"} or {"schema"|"shape", theirs}.
+local function same_shape(a, b)
+  return a.scope == b.scope and a.ended == b.ended and table.concat(a.needs, ',') == table.concat(b.needs, ',')
+    and a.selector == b.selector
+end
+
+-- open(schema fingerprint, random number, worker, columns, limits, stage...): create the table or compare; new stages are
+-- added. The number names this state of the configuration. Replies {"ok", number of the client, {columns, limits, stage...},
+-- {index of each added stage...}}, {"schema", theirs} or {"shape", name of the stage}.
 register('open', function(keys, args)
-  local at = keys[1] .. KEY.state
-  local known = redis.call('HMGET', at, 'schema', 'shape')
-  if known[1] and known[1] ~= args[3] then return {'schema', known[1]} end
-  if known[2] and known[2] ~= args[4] then return {'shape', known[2]} end
-  redis.call('HSET', keys[1] .. KEY.config, args[1], args[2])
-  redis.call('HSET', at, 'version', args[1], 'schema', args[3], 'shape', args[4])
+  local prefix = keys[1]
+  local packed, known, added = redis.call('GET', prefix .. KEY.config), {}, {}
+  local blobs, changed = {args[4], args[5]}, false
+  if packed then
+    blobs = cmsgpack.unpack(packed)
+    local theirs = cmsgpack.unpack(blobs[1]).schema
+    if theirs ~= args[1] then return {'schema', theirs} end
+    if blobs[2] ~= args[5] then blobs[2], changed = args[5], true end
+    for k = 3, #blobs do known[cmsgpack.unpack(blobs[k]).name] = k end
+  end
+  for k = 6, #args do
+    local stage = cmsgpack.unpack(args[k])
+    local at = known[stage.name]
+    if not at then
+      blobs[#blobs + 1], changed = args[k], true
+      if packed then added[#added + 1] = #blobs - 2 end
+    elseif blobs[at] ~= args[k] then
+      if not same_shape(stage, cmsgpack.unpack(blobs[at])) then return {'shape', stage.name} end
+      blobs[at], changed = args[k], true
+    end
+  end
+  if changed then
+    local old = packed and open_table(keys)
+    local state, fields = {}, base_of(#blobs - 1)
+    for k = 1, fields do state[k] = old and old.state[k] or 0 end
+    if old then
+      for k = old.config.fields + 1, fields do state[k] = 0 end
+      for _, i in ipairs(added) do state[base_of(i) + PAST] = state[ENDED] end
+    else
+      state[DUE] = math.huge
+    end
+    state[VERSION] = tonumber(args[2])
+    redis.call('SET', prefix .. KEY.config, cmsgpack.pack(blobs))
+    redis.call('SET', prefix .. KEY.state, struct.pack('<' .. string.rep('d', fields), unpack(state, 1, fields)))
+  end
+  local t = open_table(keys)
+  t.state[CLIENTS] = t.state[CLIENTS] + 1
+  redis.call('HSET', prefix .. KEY.clients, t.state[CLIENTS], args[3])
+  commit(t)
+  return {'ok', t.state[CLIENTS], blobs, added}
+end, 'allow-oom')
+
+-- attach(): {"ok", {columns, limits, stage...}}.
+register('attach', function(keys)
+  local packed = redis.call('GET', keys[1] .. KEY.config)
+  if not packed then return {'unknown'} end
+  return {'ok', cmsgpack.unpack(packed)}
+end, 'no-writes')
+
+-- adopt(chunk...): rows of these chunks meet the stages that were added after them. {"ok"}.
+register('adopt', function(keys, args)
+  local t = open_table(keys)
+  if not t then return {'unknown'} end
+  for _, id in ipairs(args) do
+    local chunk = chunk_of(t, id)
+    if chunk then
+      chunk.dirty = true
+      move(t, chunk, 0, chunk.n, 'settle', to_settled)
+      join(t, chunk, 0, chunk.n)
+      for i, stage in ipairs(t.stages) do
+        local at = t.config.pos[i]
+        if stage.min_batch > 1 and (has(chunk.runs, at, 119) or has(chunk.runs, at, 99)) then
+          redis.call('ZADD', t.prefix .. KEY.open .. i, chunk.ordinal, id)
+        end
+      end
+    end
+  end
+  commit(t)
   return {'ok'}
 end, 'allow-oom')
 
-local function pieces_from(args, at)
-  local pieces = {}
-  for k = at, #args, PIECE do
-    pieces[#pieces + 1] = {
-      first = tonumber(args[k]), count = tonumber(args[k + 1]), unit = tonumber(args[k + 2]),
-      columns = args[k + 3], bytes = tonumber(args[k + 4]), name = args[k + 5],
-    }
-  end
-  return pieces
+-- A piece in the arguments: chunk, first, count, unit, bytes, name.
+local PIECE = 6
+
+local function refuse(keys, args, at, reply)
+  local names = {}
+  for k = at, #args, PIECE do names[#names + 1] = keys[1] .. KEY.payload .. args[k] .. '/' .. args[k + 3] .. '.' .. args[k + 5] end
+  unlink(nil, names)
+  return reply
 end
 
--- Unlink pieces that no chunk refers to: those of a refused call, or of a repeated one.
-local function drop_unreferenced(t, pieces)
-  local names, held = {}, {}
-  for _, piece in ipairs(pieces) do
-    local id = string.match(piece.name, '^(.*)/')
-    if held[id] == nil then
-      held[id] = {}
-      local chunk = chunk_of(t, id)
-      if chunk then
-        for _, name in ipairs(piece_names(chunk, t.config.units)) do held[id][name] = true end
-      end
-    end
-    if not held[id][piece.name] then names[#names + 1] = piece.name end
+-- Unlink pieces that no chunk refers to: those of a repeated call.
+local function drop_unreferenced(t, args, at)
+  local names = {}
+  for k = at, #args, PIECE do
+    local chunk, unit, name = chunk_of(t, args[k]), tonumber(args[k + 3]), args[k + 5]
+    local held = chunk and string.find(';' .. chunk.pieces[unit], ';' .. name .. ':', 1, true)
+    if not held then names[#names + 1] = payload_key(t, args[k], unit .. '.' .. name) end
   end
   unlink(t, names)
 end
 
--- The reply for a table that the server does not know (any more).
-local function unknown_table(keys, pieces)
-  local names = {}
-  for _, piece in ipairs(pieces) do names[#names + 1] = piece.name end
-  unlink({prefix = keys[1]}, names)
-  return {'unknown'}
-end
-
 -- Enter the piece in the chunk: what it replaces wholly is unlinked, rows have its columns from now on.
-local function add_piece(t, chunk, piece)
-  local field, unit = 'p' .. piece.unit, 'u' .. piece.unit
-  local kept, replaced, bytes = {}, {}, piece.bytes
-  for entry in string.gmatch(chunk.fields[field] or '', '[^;]+') do
-    local name, first, count, columns, size = string.match(entry, '^([^:]*):(%d+):(%d+):([^:]*):(%d+)$')
-    first, count = tonumber(first), tonumber(count)
-    local covered = first >= piece.first and first + count <= piece.first + piece.count
-    if name == piece.name then
-      bytes = bytes - tonumber(size)
-    elseif covered and (piece.columns == '' or piece.columns == columns) then
-      replaced[#replaced + 1] = name
-      bytes = bytes - tonumber(size)
-    else
-      kept[#kept + 1] = entry
+local function add_piece(t, chunk, first, count, unit, bytes, name, version, tag)
+  local pieces = chunk.pieces[unit]
+  if pieces ~= '' then
+    local kept, replaced = {}, {}
+    for entry in string.gmatch(pieces, '[^;]+') do
+      local theirs, from, rows, size = string.match(entry, '^([^:]*):(%d+):(%d+):(%d+)')
+      from, rows = tonumber(from), tonumber(rows)
+      if theirs == name then
+        bytes = bytes - tonumber(size)
+      elseif from >= first and from + rows <= first + count then
+        replaced[#replaced + 1] = payload_key(t, chunk.id, unit .. '.' .. theirs)
+        bytes = bytes - tonumber(size)
+      else
+        kept[#kept + 1] = entry .. ';'
+      end
     end
+    unlink(t, replaced)
+    pieces = table.concat(kept)
   end
-  unlink(t, replaced)
-  kept[#kept + 1] = table.concat({piece.name, piece.first, piece.count, piece.columns, piece.bytes}, ':')
-  set_field(chunk, field, table.concat(kept, ';') .. ';')
-  set_field(chunk, 'b', tostring(tonumber(chunk.fields.b) + bytes))
-  bump(t, 'bytes', bytes)
-  if piece.columns == '' then
-    set_rows(chunk, unit, piece.first, piece.count, '1')
-    return
-  end
-  local names = {}
-  for column in string.gmatch(piece.columns, '%d+') do
-    set_rows(chunk, 'c' .. piece.unit .. '_' .. column, piece.first, piece.count, '1')
-  end
-  for k = 0, t.config.unit_columns[piece.unit] - 1 do names[#names + 1] = 'c' .. piece.unit .. '_' .. k end
-  each_run(chunk, names, piece.first, piece.count, function(from, rows, chars)
-    for k = 1, #chars do
-      if chars[k] ~= '1' then return end
-    end
-    set_rows(chunk, unit, from, rows, '1')
-  end)
+  local entry = {name, first, count, bytes, t.now - chunk.at, version, tag}
+  chunk.pieces[unit] = pieces .. table.concat(entry, ':') .. ';'
+  chunk.bytes = chunk.bytes + bytes
+  chunk.dirty = true
+  t.state[BYTES] = t.state[BYTES] + bytes
+  move(t, chunk, first, count, 'unit' .. unit, to_present, unit)
 end
 
 -- The ordinary stage with most rows to do: it must drain when the table is full.
 local function slowest_stage(t)
   local worst, most = '', -1
   for i, stage in ipairs(t.stages) do
-    local rows = state(t, 'r' .. i) + state(t, 'l' .. i)
+    local rows = stage_state(t, i, READY) + stage_state(t, i, LEASED)
     if not stage.ended and rows > most then worst, most = stage.name, rows end
   end
   return worst, most
@@ -107,82 +148,112 @@ local function end_logged(t, chunk)
   local noted = redis.call('HGET', at, chunk.id)
   if not noted then return end
   redis.call('HDEL', at, chunk.id)
-  for stage, first, count, step in string.gmatch(noted, '(%d+):(%d+):(%d+):(%d+);') do
-    local final = {state = 'trained', label = 'trained', reason = '', step = tonumber(step)}
-    end_rows(t, chunk, tonumber(first), tonumber(count), final, tonumber(stage))
+  for stage, first, count, use, step in string.gmatch(noted, '(%d+):(%d+):(%d+):(%d+):(%d+);') do
+    use_rows(t, chunk, tonumber(first), tonumber(count), tonumber(stage), tonumber(step), tonumber(use))
   end
 end
 
--- put(producer, sequence, chunk, rows, group size, pieces...): {"ok"}, {"known"} or {"full", live, capacity, stage, rows}.
+-- put(schema fingerprint, producer, sequence, chunk, rows, group size, 1 to close, version, tokens, tag, pieces...):
+-- {"ok", live rows}, {"known"}, {"schema", theirs}, or {"full", limit, value, most, stage, rows to do}.
 register('put', function(keys, args)
   local t = open_table(keys)
-  local pieces = pieces_from(args, 6)
-  if not t then return unknown_table(keys, pieces) end
-  local mark = redis.call('HGET', t.prefix .. KEY.marks, args[1])
-  if mark and tonumber(mark) >= tonumber(args[2]) then
-    drop_unreferenced(t, pieces)
+  if not t then return refuse(keys, args, 11, {'unknown'}) end
+  if t.config.schema ~= args[1] then return refuse(keys, args, 11, {'schema', t.config.schema}) end
+  local sequence, id, rows = tonumber(args[3]), args[4], tonumber(args[5])
+  local mark = redis.call('HGET', t.prefix .. KEY.marks, args[2])
+  if mark and tonumber(mark) >= sequence then
+    drop_unreferenced(t, args, 11)
     return {'known'}
   end
-  local rows, live = tonumber(args[4]), state(t, 'live')
-  if live + rows > t.config.capacity then
-    drop_unreferenced(t, pieces)
+  local bytes = 0
+  for k = 11, #args, PIECE do bytes = bytes + tonumber(args[k + 4]) end
+  local limit = put_limit(t, rows, bytes)
+  if limit then
     local stage, todo = slowest_stage(t)
-    return {'full', live, t.config.capacity, stage, todo}
+    local value, most = string.format('%.17g', limit[2]), string.format('%.17g', limit[3])
+    return refuse(keys, args, 11, {'full', limit[1], value, most, stage, todo})
   end
-  redis.call('HSET', t.prefix .. KEY.marks, args[1], args[2])
-  local ordinal = redis.call('HINCRBY', t.prefix .. KEY.state, 'chunks', 1)
-  local fields = {n = args[4], g = args[5], o = tostring(ordinal), b = '0'}
-  local chunk = add_chunk(t, {id = args[3], n = rows, group = tonumber(args[5]), fields = fields, before = {}})
-  for name in pairs(fields) do chunk.before[name] = false end
-  bump(t, 'admitted', rows)
-  bump(t, 'live', rows)
-  for i = 1, #t.stages do bump(t, 'w' .. i, rows) end
-  for _, piece in ipairs(pieces) do add_piece(t, chunk, piece) end
-  settle(t, chunk, 0, rows)
+  redis.call('HSET', t.prefix .. KEY.marks, args[2], args[3])
+  local state, config = t.state, t.config
+  state[ORDINAL] = state[ORDINAL] + 1
+  state[ADMITTED] = state[ADMITTED] + rows
+  local pieces = {}
+  for j = 1, #config.units do pieces[j] = '' end
+  local sig = 'o0' .. string.rep('0', #config.units) .. string.rep('w0', #t.stages)
+  local chunk = {
+    id = id, n = rows, group = tonumber(args[6]), ordinal = state[ORDINAL], bytes = 0, at = t.now, last = -1, why = '',
+    tokens = args[9], pieces = pieces, runs = {rows, number_or_nil(args[8]) or -1, sig}, before = NONE,
+  }
+  t.chunks[id] = chunk
+  t.order[#t.order + 1] = chunk
+  for k = 11, #args, PIECE do
+    add_piece(t, chunk, 0, rows, tonumber(args[k + 3]), tonumber(args[k + 4]), args[k + 5], args[8], args[10])
+  end
+  join(t, chunk, 0, rows)
+  if args[7] == '1' then state[CLOSED] = state[ORDINAL] end
   end_logged(t, chunk)
   commit(t)
-  return {'ok'}
+  return {'ok', live_rows(t)}
 end)
 
--- Has this client's operation been applied before (its reply was lost)?
-local function applied(t, client, serial)
-  return redis.call('HGET', t.prefix .. KEY.applied, client) == serial
-end
+-- flush(): the rows put so far are complete.
+register('flush', function(keys)
+  local t = open_table(keys)
+  if not t then return {'unknown'} end
+  t.state[CLOSED] = t.state[ORDINAL]
+  commit(t)
+  return {'ok'}
+end, 'allow-oom')
 
-local function mark_applied(t, client, serial)
-  redis.call('HSET', t.prefix .. KEY.applied, client, serial)
-end
+-- set_version(version): the trainer's; it only grows.
+register('set_version', function(keys, args)
+  local t = open_table(keys)
+  if not t then return {'unknown'} end
+  t.state[TRAINER] = math.max(t.state[TRAINER], tonumber(args[1]))
+  t.roomier = true
+  commit(t)
+  return {'ok'}
+end, 'allow-oom')
 
--- write(client, serial, lease, 1 to ack, pieces...): {"ok"} or {"fenced"}. The chunk of a piece is in its name.
+-- write(lease, call, 1 to ack, version, tokens, tag, pieces...): {"ok"} or {"fenced"}. Tokens are those of the lease's rows in order.
 register('write', function(keys, args)
   local t = open_table(keys)
-  local pieces = pieces_from(args, 5)
-  if not t then return unknown_table(keys, pieces) end
-  if applied(t, args[1], args[2]) then
-    drop_unreferenced(t, pieces)
+  if not t then return refuse(keys, args, 7, {'unknown'}) end
+  local held = lease_of(t, args[1])
+  if held and held.over and held.call == args[2] then
+    drop_unreferenced(t, args, 7)
     return {'ok'}
   end
-  local held = lease_of(t, args[3])
-  if not held then
-    drop_unreferenced(t, pieces)
-    return {'fenced'}
+  if not held or held.over then
+    t.state[FENCED] = t.state[FENCED] + 1
+    commit(t)
+    return refuse(keys, args, 7, {'fenced'})
   end
-  local orphans = {}
-  for _, piece in ipairs(pieces) do
-    local chunk = chunk_of(t, string.match(piece.name, '^(.*)/'))
+  local orphans, version = {}, number_or_nil(args[4])
+  for k = 7, #args, PIECE do
+    local chunk = chunk_of(t, args[k])
+    local unit, name = tonumber(args[k + 3]), args[k + 5]
     if chunk then
-      add_piece(t, chunk, piece)
-      settle(t, chunk, piece.first, piece.count)
+      local first, count = tonumber(args[k + 1]), tonumber(args[k + 2])
+      add_piece(t, chunk, first, count, unit, tonumber(args[k + 4]), name, args[4], args[6])
     else
-      orphans[#orphans + 1] = piece.name
+      orphans[#orphans + 1] = payload_key(t, args[k], unit .. '.' .. name)
     end
   end
   unlink(t, orphans)
-  if args[4] == '1' then
-    each_range(t, held.ranges, function(chunk, first, count) ack_rows(t, chunk, held.stage, first, count) end)
-    drop_lease(t, args[3])
+  local at = 0
+  local f = held.fields
+  for k = 5, #f, 3 do
+    local chunk, first, count = chunk_of(t, f[k]), f[k + 1], f[k + 2]
+    if chunk then
+      if version then set_version(chunk, first, count, version) end
+      if args[5] ~= '' then set_tokens(chunk, first, string.sub(args[5], 4 * at + 1, 4 * (at + count))) end
+      if args[3] == '1' then ack_rows(t, chunk, held.stage, first, count) end
+      join(t, chunk, first, count)
+    end
+    at = at + count
   end
-  mark_applied(t, args[1], args[2])
+  if args[3] == '1' then end_lease(t, held, args[2]) end
   commit(t)
   return {'ok'}
 end)

@@ -2,180 +2,294 @@
 
 local CODES = {trained = 't', done = 'd', filtered = 'f', stale = 's', dead = 'x'}
 
--- Rows that one claim takes together: 1, a group or the whole chunk.
-local function unit_rows(chunk, stage)
-  if stage.scope == 'group' then return chunk.group end
-  if stage.scope == 'chunk' then return chunk.n end
-  return 1
-end
-
--- Make waiting rows of one stage ready, where all their columns are there and no sibling of theirs still misses some.
-local function settle_stage(t, chunk, i, first, count)
-  local stage = t.stages[i]
-  local size = unit_rows(chunk, stage)
-  if size > 1 then
-    local stop = math.min(chunk.n, math.ceil((first + count) / size) * size)
-    first = math.floor(first / size) * size
-    count = stop - first
-  end
-  local names = {'s' .. i, 'e'}
-  for _, unit in ipairs(stage.needs) do names[#names + 1] = 'u' .. unit end
-  local candidates, blocked, any_blocked = {}, {}, false
-  each_run(chunk, names, first, count, function(from, rows, chars)
-    if chars[1] ~= 'w' or chars[2] ~= 'o' then return end
-    for k = 3, #chars do
-      if chars[k] ~= '1' then
-        if size > 1 then
-          for g = math.floor(from / size), math.floor((from + rows - 1) / size) do blocked[g] = true end
-          any_blocked = true
+-- A row that is there for the stages that need nothing more; one that ended, for the stages that want ended rows.
+local function settled(config, sig)
+  local live = string.byte(sig, 1) == 111
+  for i, stage in ipairs(config.stages) do
+    local at = config.pos[i]
+    if string.byte(sig, at) == 119 then
+      if stage.ended then
+        if not live then sig = with(sig, at, 'r') end
+      elseif live then
+        local there = true
+        for _, j in ipairs(stage.units) do
+          if string.byte(sig, 2 + j) ~= 49 then there = false end
         end
-        return
-      end
-    end
-    candidates[#candidates + 1] = {from, rows}
-  end)
-  local function ready(from, rows)
-    set_rows(chunk, 's' .. i, from, rows, 'r')
-    bump(t, 'w' .. i, -rows)
-    bump(t, 'r' .. i, rows)
-  end
-  for _, run in ipairs(candidates) do
-    local from, stop = run[1], run[1] + run[2]
-    if not any_blocked then
-      ready(from, run[2])
-    else
-      while from < stop do
-        local g = math.floor(from / size)
-        local to = math.min(stop, (g + 1) * size)
-        if not blocked[g] then ready(from, to - from) end
-        from = to
+        if there then sig = with(sig, at, (stage.scope == 'group' or stage.scope == 'chunk') and 'c' or 'r') end
       end
     end
   end
+  return sig
 end
 
-local function settle(t, chunk, first, count)
-  for i, stage in ipairs(t.stages) do
-    if not stage.ended and string.find(vector(chunk, 's' .. i), 'w', 1, true) then settle_stage(t, chunk, i, first, count) end
+local function all_done(config, sig)
+  for i, stage in ipairs(config.stages) do
+    if not stage.ended and string.byte(sig, config.pos[i]) ~= 97 then return false end
   end
+  return true
 end
 
--- One stage's view of rows that just ended; `actor` is the stage that ended them.
-local function leave_stage(t, chunk, i, first, count, actor)
-  local name = 's' .. i
-  each_run(chunk, {name}, first, count, function(from, rows, chars)
-    local was = chars[1]
-    if was ~= 'w' and was ~= 'r' and was ~= 'l' then return end
-    local becomes = t.stages[i].ended and 'r' or (i == actor and 'a' or 's')
-    bump(t, was .. i, -rows)
-    if becomes ~= 's' then bump(t, becomes .. i, rows) end
-    set_rows(chunk, name, from, rows, becomes)
-  end)
+local function to_present(config, sig, j) return settled(config, with(sig, 2 + j, '1')) end
+
+local function to_joined(config, sig, i)
+  local at = config.pos[i]
+  if string.byte(sig, at) == 99 then return with(sig, at, 'r') end
 end
 
--- End the live rows of the range. Rows that ended before keep their end state.
-local function end_rows(t, chunk, first, count, final, actor)
-  local code = CODES[final.state]
-  each_run(chunk, {'e'}, first, count, function(from, rows, chars)
-    if chars[1] ~= 'o' then return end
-    if code == 't' then
-      t.durable = t.durable or state(t, 'durable')
-      if final.step < t.durable then
-        code = 'T'
-      else
-        redis.call('ZADD', t.prefix .. KEY.trained, final.step, chunk.id .. ':' .. from .. ':' .. rows)
+local function to_leased(config, sig, i)
+  local at = config.pos[i]
+  local delivery = math.min(string.byte(sig, at + 1) + 1, FIRST + 40)
+  return with(sig, at, 'l' .. string.char(delivery))
+end
+
+-- Done for stage i; a row that is done for every stage and still lives has ended.
+local function to_done(config, sig, i)
+  local at = config.pos[i]
+  if string.byte(sig, at) ~= 108 then return nil end
+  sig = with(sig, at, 'a')
+  if string.byte(sig, 1) == 111 and all_done(config, sig) then sig = settled(config, with(sig, 1, 'd')) end
+  return sig
+end
+
+-- Given back without having been worked on: this delivery does not count.
+local function to_released(config, sig, i)
+  local at = config.pos[i]
+  if string.byte(sig, at) ~= 108 then return nil end
+  return with(sig, at, 'r' .. string.char(math.max(FIRST, string.byte(sig, at + 1) - 1)))
+end
+
+-- Given back to be delivered again; nil when it had all its deliveries.
+local function to_redelivered(config, sig, i)
+  local at, stage = config.pos[i], config.stages[i]
+  if string.byte(sig, at) ~= 108 then return nil end
+  if not stage.ended and string.byte(sig, at + 1) - FIRST >= stage.max_deliveries then return nil end
+  return with(sig, at, 'r')
+end
+
+-- Used once more by stage i, and ready for it again.
+local function to_used(config, sig, i)
+  sig = with(sig, 2, string.char(string.byte(sig, 2) + 1))
+  if string.byte(sig, config.pos[i]) == 108 then sig = with(sig, config.pos[i], 'r0') end
+  return sig
+end
+
+-- Ended: `how` is {code, stage that ended it (0: none), 1 when that was a use}.
+local function to_ended(config, sig, how)
+  if string.byte(sig, 1) ~= 111 then return nil end
+  sig = with(sig, 1, how[1])
+  if how[3] == 1 then sig = with(sig, 2, string.char(string.byte(sig, 2) + 1)) end
+  for i, stage in ipairs(config.stages) do
+    local at = config.pos[i]
+    if not stage.ended and string.byte(sig, at) ~= 97 then
+      sig = with(sig, at, i == how[2] and how[1] ~= 'x' and 'a' or 's')
+    end
+  end
+  return settled(config, sig)
+end
+
+-- Alive again after it was dead: ready once more for all that it is not done with.
+local function to_retried(config, sig)
+  if string.byte(sig, 1) ~= 120 then return nil end
+  sig = with(sig, 1, 'o')
+  for i, stage in ipairs(config.stages) do
+    local at = config.pos[i]
+    if stage.ended then
+      sig = with(sig, at, 'w0')
+    elseif string.byte(sig, at) == 115 then
+      sig = with(sig, at, 'w0')
+    end
+  end
+  return settled(config, sig)
+end
+
+local function to_dropped(_, sig)
+  if string.byte(sig, 1) == 120 then return with(sig, 1, 'X') end
+end
+
+local function to_durable(_, sig)
+  if string.byte(sig, 1) == 116 then return with(sig, 1, 'T') end
+end
+
+local function to_settled(config, sig) return settled(config, sig) end
+
+-- Complete units become ready when no live sibling still waits: ready + terminal = expected.
+local function join(t, chunk, first, count)
+  for _, i in ipairs(t.config.grouped) do
+    local at, stage = t.config.pos[i], t.stages[i]
+    if #chunk.runs == 3 then
+      if string.byte(chunk.runs[3], at) == 99 then move(t, chunk, 0, chunk.n, 'join' .. i, to_joined, i) end
+    elseif has(chunk.runs, at, 99) or stage.group_deadline_ms then
+      local size = unit_rows(chunk, stage)
+      local complete, blocked = {}, {}
+      local from = math.floor(first / size) * size
+      local stop = math.min(chunk.n, math.ceil((first + count) / size) * size)
+      each_run(chunk, from, stop - from, function(sig, _, begin, rows)
+        local char = string.byte(sig, at)
+        local set = char == 99 and complete or char == 119 and string.byte(sig, 1) == 111 and blocked
+        if set then
+          for u = math.floor(begin / size), math.floor((begin + rows - 1) / size) do set[u] = true end
+        end
+      end)
+      for u = from / size, (stop - 1) / size do
+        if complete[u] and not blocked[u] then move(t, chunk, u * size, size, 'join' .. i, to_joined, i) end
+        if stage.group_deadline_ms then
+          local key, member = t.prefix .. KEY.groups .. i, chunk.id .. '#' .. u
+          if complete[u] and blocked[u] then
+            local due = t.now + stage.group_deadline_ms
+            redis.call('ZADD', key, 'NX', due, member)
+            t.state[DUE] = math.min(t.state[DUE], due)
+          else
+            redis.call('ZREM', key, member)
+          end
+        end
       end
     end
-    set_rows(chunk, 'e', from, rows, code)
-    bump(t, 'live', -rows)
-    t.ended[final.label] = (t.ended[final.label] or 0) + rows
-    local why = from .. US .. rows .. US .. final.state .. US .. final.step .. US .. final.reason .. RS
-    set_field(chunk, 'why', (chunk.fields.why or '') .. why)
-    for i = 1, #t.stages do leave_stage(t, chunk, i, from, rows, actor) end
-  end)
-  settle(t, chunk, first, count)
+  end
 end
 
--- Rows that every ordinary stage is done with end as `done`, when nobody gave them another end state.
-local function end_if_all_done(t, chunk, first, count)
-  local names = {'e'}
-  for i, stage in ipairs(t.stages) do
-    if not stage.ended then
-      if not string.find(vector(chunk, 's' .. i), 'a', 1, true) then return end
-      names[#names + 1] = 's' .. i
+-- End live rows. `final` is {state, label, reason, step}; `i` the stage that ends them (0: none); `use` 1 when they were
+-- trained on just now. A row that was trained on before ends as trained whatever ends it.
+local function end_rows(t, chunk, first, count, final, i, use)
+  local runs = {}
+  each_run(chunk, first, count, function(sig, _, from, rows)
+    if string.byte(sig, 1) == 111 then runs[#runs + 1] = {from, rows, string.byte(sig, 2) - FIRST} end
+  end)
+  for _, run in ipairs(runs) do
+    local from, rows, uses = run[1], run[2], run[3] + use
+    local state, label, step = final.state, final.label, final.step
+    if uses > 0 then
+      state, step = 'trained', math.max(step, chunk.last)
+      label = t.config.max_uses == 1 and 'trained' or 'trained(' .. uses .. ')'
+      chunk.last = step
+    end
+    local code = CODES[state]
+    if code == 't' and step < t.state[DURABLE] then code = 'T' end
+    if code == 'x' and t.config.max_dead_rows == 0 then code = 'X' end
+    move(t, chunk, from, rows, table.concat({'end', code, i, use}), to_ended, {code, i, use})
+    note_end(t, chunk, from, rows, state, label, step, final.reason)
+    local member = chunk.id .. ':' .. from .. ':' .. rows
+    if code == 't' then redis.call('ZADD', t.prefix .. KEY.trained, step, member) end
+    if code == 'x' then
+      redis.call('ZADD', t.prefix .. KEY.dead, t.now, member .. ':' .. i)
+      t.state[DEAD] = t.state[DEAD] + rows
     end
   end
-  each_run(chunk, names, first, count, function(from, rows, chars)
-    if chars[1] ~= 'o' then return end
-    for k = 2, #chars do
-      if chars[k] ~= 'a' then return end
-    end
-    end_rows(t, chunk, from, rows, {state = 'done', label = 'done', reason = '', step = -1}, 0)
+  if #runs > 0 then join(t, chunk, first, count) end
+end
+
+-- Stage i trained on rows for the (`use` + 1)-th time, in this step. Rows that were used more often already (a repeated
+-- redo) are left alone; the last use ends them.
+local function use_rows(t, chunk, first, count, i, step, use)
+  local again, last = {}, {}
+  each_run(chunk, first, count, function(sig, _, from, rows)
+    local uses = string.byte(sig, 2) - FIRST
+    if string.byte(sig, 1) ~= 111 or uses > use then return end
+    local list = uses + 1 < t.config.max_uses and again or last
+    list[#list + 1] = {from, rows}
   end)
+  for _, run in ipairs(again) do
+    chunk.last, chunk.dirty = math.max(chunk.last, step), true
+    move(t, chunk, run[1], run[2], 'use' .. i, to_used, i)
+  end
+  local final = {state = 'trained', label = 'trained', reason = '', step = step}
+  for _, run in ipairs(last) do end_rows(t, chunk, run[1], run[2], final, i, 1) end
 end
 
 local function ack_rows(t, chunk, i, first, count)
-  each_run(chunk, {'s' .. i}, first, count, function(from, rows, chars)
-    if chars[1] ~= 'l' then return end
-    set_rows(chunk, 's' .. i, from, rows, 'a')
-    bump(t, 'l' .. i, -rows)
-    bump(t, 'a' .. i, rows)
-  end)
-  if not t.stages[i].ended then end_if_all_done(t, chunk, first, count) end
+  move(t, chunk, first, count, 'done' .. i, to_done, i)
 end
 
 -- Give leased rows back: `counted` ones end as dead when they had all their deliveries.
 local function give_back(t, chunk, i, first, count, counted, reason)
-  local stage = t.stages[i]
-  each_run(chunk, {'s' .. i, 'd' .. i}, first, count, function(from, rows, chars)
-    if chars[1] ~= 'l' then return end
-    local deliveries = string.byte(chars[2]) - FIRST_DELIVERY
-    if counted and not stage.ended and deliveries >= stage.max_deliveries then
-      end_rows(t, chunk, from, rows, {state = 'dead', label = reason[1], reason = reason[2], step = -1}, 0)
-      return
-    end
-    set_rows(chunk, 's' .. i, from, rows, 'r')
-    bump(t, 'l' .. i, -rows)
-    bump(t, 'r' .. i, rows)
-    if counted then
-      bump(t, 'redelivered', rows)
-    else
-      set_rows(chunk, 'd' .. i, from, rows, string.char(FIRST_DELIVERY + math.max(0, deliveries - 1)))
-    end
+  if not counted then
+    add_to(t, i, TAKEN, -move(t, chunk, first, count, 'release' .. i, to_released, i))
+    return
+  end
+  local back = move(t, chunk, first, count, 'again' .. i, to_redelivered, i)
+  t.state[REDELIVERED] = t.state[REDELIVERED] + back
+  add_to(t, i, TAKEN, -back)
+  local spent, at = {}, t.config.pos[i]
+  each_run(chunk, first, count, function(sig, _, from, rows)
+    if string.byte(sig, at) == 108 then spent[#spent + 1] = {from, rows} end
   end)
-end
-
-local function lease_of(t, lease)
-  local packed = redis.call('HGET', t.prefix .. KEY.leases, lease)
-  if not packed then return nil end
-  local record = cmsgpack.unpack(packed)
-  return {stage = record[1], worker = record[2], ranges = record[3]}
-end
-
-local function each_range(t, ranges, fn)
-  for k = 1, #ranges, 3 do
-    local chunk = chunk_of(t, ranges[k])
-    if chunk then fn(chunk, tonumber(ranges[k + 1]), tonumber(ranges[k + 2])) end
+  for _, run in ipairs(spent) do
+    end_rows(t, chunk, run[1], run[2], {state = 'dead', label = reason[1], reason = reason[2], step = -1}, i, 0)
   end
 end
 
-local function drop_lease(t, lease)
-  redis.call('HDEL', t.prefix .. KEY.leases, lease)
-  redis.call('ZREM', t.prefix .. KEY.deadlines, lease)
+-- Leases: `<client>.<slot>.<serial>`; the slot is the field, so that one write both ends a lease and remembers which
+-- call of its owner did (the same call, repeated because its answer was lost, is told so).
+
+local function slot_of(lease) return string.match(lease, '^(.*)%.(%d+)$') end
+
+local function lease_of(t, lease)
+  local slot, serial = slot_of(lease)
+  local packed = slot and redis.call('HGET', t.prefix .. KEY.leases, slot)
+  if not packed then return nil end
+  local f = cmsgpack.unpack(packed)
+  if f[1] ~= tonumber(serial) then return nil end
+  if f[2] == 0 then return {over = true, call = f[4]} end
+  return {slot = slot, serial = f[1], due = f[2], stage = f[3], worker = f[4], fields = f}
 end
 
--- Redeliver the rows of at most `most` leases whose time is over; returns how many leases that were.
-local function expire_due(t, most)
-  local due = redis.call('ZRANGEBYSCORE', t.prefix .. KEY.deadlines, '-inf', now_ms(), 'LIMIT', 0, most)
-  for _, lease in ipairs(due) do
-    local held = lease_of(t, lease)
-    drop_lease(t, lease)
-    if held then
-      local reason = {'dead(lease expired)', 'lease expired; last worker ' .. held.worker}
-      each_range(t, held.ranges, function(chunk, first, count)
-        give_back(t, chunk, held.stage, first, count, true, reason)
+local function each_range(t, held, fn)
+  local f = held.fields
+  for k = 5, #f, 3 do
+    local chunk = chunk_of(t, f[k])
+    if chunk then fn(chunk, f[k + 1], f[k + 2]) end
+  end
+end
+
+local function end_lease(t, held, call)
+  redis.call('HSET', t.prefix .. KEY.leases, held.slot, cmsgpack.pack({held.serial, 0, t.now, call}))
+end
+
+local FORGET_MS = 3600000  -- so long an ended lease answers repeated calls
+
+-- Whatever time alone brings about: leases and groups that are over. Returns the number of leases. At most `most` of
+-- each are done in one call: a function's time is everybody's stall.
+local function expire(t, most)
+  local state = t.state
+  if t.now < state[DUE] then return 0 end
+  local due, leases = math.huge, 0
+  local all = redis.call('HGETALL', t.prefix .. KEY.leases)
+  for k = 1, #all, 2 do
+    local f = cmsgpack.unpack(all[k + 1])
+    if f[2] == 0 then
+      if f[3] < t.now - FORGET_MS then redis.call('HDEL', t.prefix .. KEY.leases, all[k]) end
+    elseif f[2] > t.now or leases == most then
+      due = math.min(due, f[2])
+    else
+      leases = leases + 1
+      redis.call('HDEL', t.prefix .. KEY.leases, all[k])
+      local reason = {'dead(lease expired)', 'lease expired\nlast worker ' .. f[4]}
+      each_range(t, {fields = f}, function(chunk, first, count)
+        give_back(t, chunk, f[3], first, count, true, reason)
       end)
     end
   end
-  return #due
+  for _, i in ipairs(t.config.timed) do
+    local key = t.prefix .. KEY.groups .. i
+    for _, member in ipairs(redis.call('ZRANGEBYSCORE', key, '-inf', t.now, 'LIMIT', 0, most)) do
+      redis.call('ZREM', key, member)
+      local id, u = string.match(member, '^(.*)#(%d+)$')
+      local chunk = chunk_of(t, id)
+      if chunk then
+        local size, at = unit_rows(chunk, t.stages[i]), t.config.pos[i]
+        local missing, complete = {}, 0
+        each_run(chunk, u * size, size, function(sig, _, from, rows)
+          local char = string.byte(sig, at)
+          if char == 99 then complete = complete + rows end
+          if char == 119 then missing[#missing + 1] = {from, rows} end
+        end)
+        if complete < t.stages[i].group_min then missing = {{u * size, size}} end
+        local final = {state = 'dead', label = 'dead(group deadline)', reason = 'group deadline', step = -1}
+        for _, run in ipairs(missing) do end_rows(t, chunk, run[1], run[2], final, 0, 0) end
+      end
+    end
+    local head = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
+    if head[2] then due = math.min(due, tonumber(head[2])) end
+  end
+  state[DUE] = due
+  return leases
 end

@@ -1,136 +1,191 @@
 -- A table's records. KEYS[1] of every function is the table's prefix P; all keys share its hash tag.
 --
---   P state       hash: version (of the configuration), schema, shape (fingerprints), live, admitted, bytes,
---                 chunks (last ordinal), durable (first step not covered by a checkpoint), redelivered, and per stage index i the rows that are
---                 waiting w<i>, ready r<i>, leased l<i>, done a<i>
---   P config      hash: version -> configuration (msgpack; see buffer/layout.py)
+--   P state       string: counters as doubles, see below; rewritten whole by every change
+--   P config      string: msgpack {columns, limits, stage...}, each msgpack as the clients wrote it; see buffer/layout.py
 --   P ended       hash: end state, or "state(reason)" -> rows since the run began
 --   P marks       hash: producer -> last sequence put
+--   P clients     hash: number of a client -> its worker
 --   P logged      hash: chunk -> rows of batch-log entries whose chunk was not put yet (the server came back older)
---   P applied     hash: client -> serial number of its last operation that ended a lease
---   P chunk:<id>  hash, one per put:
---                   n rows, g group size, o ordinal of admission, b payload bytes
---                   u<j>     vector: 1 when the row has all columns of unit j;  c<j>_<k>: its k-th column, if written alone
---                   s<i>     vector per stage: w waiting, r ready, l leased, a done, s skipped (the row ended elsewhere)
---                   d<i>     vector per stage: deliveries so far, as '0' + n
---                   e        vector: o live, t trained, T trained and durable, d done, f filtered, s stale, x dead
---                   p<j>     payload pieces of unit j, later ones win: "name:first:count:columns:bytes;"
---                   why      how rows ended: first US count US state US step US reason RS
---   P payload:<name>  string: one Arrow record batch without its schema; set by clients, unlinked here
---   P ready:<i>   sorted set: ordinal -> chunk with ready rows of the stage
---   P leases      hash: lease -> msgpack {stage index, worker, {chunk, first, count, ...}}
---   P deadlines   sorted set: milliseconds of the server's clock -> lease
+--   P chunk:<id>  string, one per put: msgpack of the fields below
+--   P payload:<chunk>/<unit>.<client>.<serial>  string: one Arrow record batch without its schema; set by clients, unlinked here
+--   P ready:<i>   sorted set of what stage i can claim, in the order of its selector: chunks (fifo: ordinal, fresh_first:
+--                 -ordinal), or units "chunk#index" (uniform, prioritized: the time at which they ring)
+--   P priority:<i>  hash: unit -> rate, where it is not 1 (prioritized)
+--   P open:<i>    sorted set: ordinal -> chunk with rows that still wait for stage i (stages with min_batch)
+--   P since:<i>   sorted set: milliseconds since when a chunk has ready rows (stages with min_batch)
+--   P groups:<i>  sorted set: milliseconds at which an incomplete unit "chunk#index" is over (stages with a group deadline)
+--   P leases      hash: <client>.<slot> -> msgpack {serial, deadline in ms, stage, worker, chunk, first, count, ...},
+--                 or {serial, 0, ms, call} once a call of its owner has ended it
 --   P trained     sorted set: step -> "chunk:first:count" not yet covered by a checkpoint
---   P waiters     hash: waiter -> msgpack {until_ms, worker, since_ms, {stage index or 0, rows, settled, ...}}
+--   P dead        sorted set: milliseconds -> "chunk:first:count:stage" of dead letters
+--   P waiters     hash: waiter -> msgpack {until_ms, worker, since_ms, stage (0: room), rows, settled or bytes, ...}
+--   P waiting:<i> sorted set: milliseconds -> waiter for stage i (0: for room)
 --   P wake:<waiter>   list: one token wakes the waiter
+--
+-- A chunk holds n rows in groups of g. Its rows are *runs* of equal rows {count, policy version (-1: unknown), signature}, so that
+-- rows which move together cost what one row costs. A signature has one character for each of:
+--   the end state   o live, t trained, T trained and durable, d done, f filtered, s stale, x dead, X dead and dropped
+--   the uses        '0' + n
+--   each unit       1 when its columns are there, else 0
+--   each stage, two w waiting, c complete but for its siblings, r ready, l leased, a done, s skipped (the row ended elsewhere),
+--                   and the deliveries so far as '0' + n
+-- What an operation makes of a signature, and of the counters, is computed once and remembered (`move`).
 --
 -- Nothing is rolled back: every function checks all that can fail before its first write.
 
 local US, RS = '\31', '\30'
-local FIRST_DELIVERY = 48   -- '0': deliveries are digits and the letters after them
-local MOST_DELIVERIES = 40
+local FIRST = 48            -- counts in signatures are characters from '0' on
 local SOME = 500            -- arguments per command: far below the limit of unpack
+local MOST_LEARNT = 20000
+
+-- Fields of the state: of the table, and per stage (stage 0 is room for a put; only its waiters count).
+local VERSION, ADMITTED, ENDED, DROPPED, BYTES, ORDINAL, DURABLE, REDELIVERED = 1, 2, 3, 4, 5, 6, 7, 8
+local FENCED, USES, DUE, CLOSED, TRAINER, COMMITS, DEAD, CLIENTS = 9, 10, 11, 12, 13, 14, 15, 16
+local FIELDS = 16
+local READY, LEASED, PAST, TAKEN, WAITERS, LEAST, CLOCK = 1, 2, 3, 4, 5, 6, 7
+local STAGE_FIELDS = 7
 
 local configs, configs_known = {}, 0
 
-local function now_ms()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
+local function base_of(i) return FIELDS + i * STAGE_FIELDS end
+
+local function read_config(packed, version)
+  local blobs = cmsgpack.unpack(packed)
+  local config = cmsgpack.unpack(blobs[2])
+  local columns = cmsgpack.unpack(blobs[1])
+  config.schema, config.units = columns.schema, columns.units
+  config.stages, config.pos, config.base, config.grouped, config.timed = {}, {}, {}, {}, {}
+  config.version, config.memo, config.learnt = version, {}, 0
+  local unit_of = {}
+  for j, names in ipairs(config.units) do
+    for _, name in ipairs(names) do unit_of[name] = j end
+  end
+  for i = 1, #blobs - 2 do
+    local stage, units = cmsgpack.unpack(blobs[i + 2]), {}
+    for _, name in ipairs(stage.needs) do units[unit_of[name]] = true end
+    stage.units = {}
+    for j = 1, #config.units do
+      if units[j] then stage.units[#stage.units + 1] = j end
+    end
+    stage.by_unit = stage.selector == 'uniform' or stage.selector == 'prioritized'
+    if stage.scope == 'group' or stage.scope == 'chunk' then config.grouped[#config.grouped + 1] = i end
+    if stage.group_deadline_ms then config.timed[#config.timed + 1] = i end
+    config.stages[i] = stage
+    config.pos[i] = 1 + #config.units + 2 * i
+    config.base[i] = base_of(i)
+  end
+  config.base[0] = base_of(0)
+  config.width = 2 + #config.units + 2 * #config.stages
+  config.fields = base_of(#config.stages + 1)
+  config.format = '<' .. string.rep('d', config.fields)
+  return config
 end
 
 -- The table of this call, or nil when the server does not know it.
 local function open_table(keys)
   local prefix = keys[1]
-  local version = redis.call('HGET', prefix .. KEY.state, 'version')
-  if not version then return nil end
-  local config = configs[prefix]
+  local packed = redis.call('GET', prefix .. KEY.state)
+  if not packed then return nil end
+  local config, version = configs[prefix], string.sub(packed, 1, 8)
   if not config or config.version ~= version then
-    config = cmsgpack.unpack(redis.call('HGET', prefix .. KEY.config, version))
-    config.version = version
+    config = read_config(redis.call('GET', prefix .. KEY.config), version)
     if configs_known > 1000 then configs, configs_known = {}, 0 end
     configs[prefix], configs_known = config, configs_known + 1
   end
-  return {prefix = prefix, config = config, stages = config.stages, chunks = {}, order = {}, delta = {}, ended = {}}
+  local time = redis.call('TIME')
+  return {
+    prefix = prefix, config = config, stages = config.stages, state = {struct.unpack(config.format, packed)},
+    now = time[1] * 1000 + math.floor(time[2] / 1000), chunks = {}, order = {}, ended = {}, gone = {},
+  }
 end
 
-local function state(t, field)
-  return tonumber(redis.call('HGET', t.prefix .. KEY.state, field) or 0)
+local function stage_state(t, i, field) return t.state[t.config.base[i] + field] end
+
+local function add_to(t, i, field, by)
+  local at = t.config.base[i] + field
+  t.state[at] = t.state[at] + by
 end
 
-local function bump(t, field, by)
-  t.delta[field] = (t.delta[field] or 0) + by
+local function waiting_rows(t, i)
+  return t.state[ADMITTED] - stage_state(t, i, READY) - stage_state(t, i, LEASED) - stage_state(t, i, PAST)
 end
 
-local function add_chunk(t, chunk)
-  t.chunks[chunk.id] = chunk
-  t.order[#t.order + 1] = chunk
-  return chunk
+local function live_rows(t) return t.state[ADMITTED] - t.state[ENDED] end
+
+-- Stages that were added after this signature was written: live rows wait for them, ended ones are past.
+local function widened(config, sig)
+  while #sig < config.width do
+    local stage = config.stages[(#sig - 2 - #config.units) / 2 + 1]
+    local live = string.sub(sig, 1, 1) == 'o'
+    sig = sig .. (live and 'w0' or stage.ended and 'a0' or 's0')
+  end
+  return sig
 end
 
 -- The chunk, read once per call; nil when it was freed.
 local function chunk_of(t, id)
   local known = t.chunks[id]
-  if known then return known end
-  local flat = redis.call('HGETALL', t.prefix .. KEY.chunk .. id)
-  if #flat == 0 then return nil end
-  local fields = {}
-  for k = 1, #flat, 2 do fields[flat[k]] = flat[k + 1] end
-  return add_chunk(t, {id = id, n = tonumber(fields.n), group = tonumber(fields.g), fields = fields, before = {}})
+  if known ~= nil then return known or nil end
+  local packed = redis.call('GET', t.prefix .. KEY.chunk .. id)
+  if not packed then
+    t.chunks[id] = false
+    return nil
+  end
+  local f = cmsgpack.unpack(packed)
+  local chunk = {
+    id = id, n = f[1], group = f[2], ordinal = f[3], bytes = f[4], at = f[5], last = f[6], why = f[7], tokens = f[8],
+    pieces = f[9], runs = f[10],
+  }
+  if #chunk.runs[3] < t.config.width then
+    for k = 3, #chunk.runs, 3 do chunk.runs[k] = widened(t.config, chunk.runs[k]) end
+  end
+  chunk.before = chunk.runs
+  t.chunks[id] = chunk
+  t.order[#t.order + 1] = chunk
+  return chunk
 end
 
-local function set_field(chunk, name, value)
-  if chunk.before[name] == nil then chunk.before[name] = chunk.fields[name] or false end
-  chunk.fields[name] = value
+local function unlink(t, keys)
+  for from = 1, #keys, SOME do redis.call('UNLINK', unpack(keys, from, math.min(from + SOME - 1, #keys))) end
 end
 
-local function unlink(t, names)
-  for from = 1, #names, SOME do
-    local keys = {}
-    for k = from, math.min(from + SOME - 1, #names) do keys[#keys + 1] = t.prefix .. KEY.payload .. names[k] end
-    redis.call('UNLINK', unpack(keys))
+local function payload_key(t, chunk_id, name) return t.prefix .. KEY.payload .. chunk_id .. '/' .. name end
+
+local function add_pieces(t, chunk, keys)
+  for j, pieces in ipairs(chunk.pieces) do
+    for name in string.gmatch(pieces, '([^:;]+):[^;]*;') do
+      keys[#keys + 1] = payload_key(t, chunk.id, j .. '.' .. name)
+    end
   end
 end
 
-local function piece_names(chunk, units)
-  local names = {}
-  for j = 1, units do
-    for name in string.gmatch(chunk.fields['p' .. j] or '', '([^:;]+):[^;]*;') do names[#names + 1] = name end
-  end
-  return names
+-- Rows that one claim takes together: 1, a group or the whole chunk.
+local function unit_rows(chunk, stage)
+  if stage.scope == 'group' then return chunk.group end
+  if stage.scope == 'chunk' then return chunk.n end
+  if stage.by_unit and stage.scope == 'batch' then return chunk.group end
+  return 1
 end
 
--- A chunk is freed when every row ended, is durable if trained, and was seen by the stages that want ended rows.
-local function free_if_over(t, chunk)
-  if string.find(vector(chunk, 'e'), '[ot]') then return false end
+local function has(runs, at, byte)
+  for k = 3, #runs, 3 do
+    if string.byte(runs[k], at) == byte then return true end
+  end
+  return false
+end
+
+-- A chunk is freed when every row ended, is durable if trained, dropped if dead, and was seen by the stages that want
+-- ended rows.
+local function is_over(t, chunk)
+  for k = 3, #chunk.runs, 3 do
+    if string.find(chunk.runs[k], '^[otx]') then return false end
+  end
   for i, stage in ipairs(t.stages) do
-    if stage.ended and string.find(vector(chunk, 's' .. i), '[^a]') then return false end
-  end
-  unlink(t, piece_names(chunk, t.config.units))
-  for i = 1, #t.stages do redis.call('ZREM', t.prefix .. KEY.ready .. i, chunk.id) end
-  redis.call('DEL', t.prefix .. KEY.chunk .. chunk.id)
-  bump(t, 'bytes', -tonumber(chunk.fields.b))
-  return true
-end
-
-local function save_chunk(t, chunk)
-  local args = {}
-  for name in pairs(chunk.before) do
-    args[#args + 1] = name
-    args[#args + 1] = chunk.fields[name]
-  end
-  for from = 1, #args, SOME do
-    redis.call('HSET', t.prefix .. KEY.chunk .. chunk.id, unpack(args, from, math.min(from + SOME - 1, #args)))
-  end
-  for i = 1, #t.stages do
-    local before = chunk.before['s' .. i]
-    if before ~= nil then
-      local had = before and string.find(before, 'r', 1, true)
-      local has = string.find(chunk.fields['s' .. i], 'r', 1, true)
-      if has and not had then
-        redis.call('ZADD', t.prefix .. KEY.ready .. i, chunk.fields.o, chunk.id)
-      elseif had and not has then
-        redis.call('ZREM', t.prefix .. KEY.ready .. i, chunk.id)
+    if stage.ended then
+      for k = 3, #chunk.runs, 3 do
+        if string.byte(chunk.runs[k], t.config.pos[i]) ~= 97 then return false end
       end
     end
   end
+  return true
 end

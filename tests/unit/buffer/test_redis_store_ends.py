@@ -31,7 +31,7 @@ def test_rows_leased_by_another_stage_are_taken_from_it_when_they_end(bench):
     store.write(b, bench.z([0.0, 1.0]), ack=True)
     counts = store.counts("train")
     assert counts.ended == {"stale(old)": 1}
-    assert (counts.acked["b"], counts.leased["b"]) == (1, 0)
+    assert (counts.acked["b"], counts.leased["b"]) == (2, 0)
 
 
 def test_finishing_all_rows_ends_the_claim_and_a_later_ack_does_nothing(bench):

@@ -184,7 +184,7 @@ def test_a_closed_store_leaves_no_record_of_itself(bench):
     store, other = bench.store(), bench.store()
     bench.put(store, 1)
     store.ack(bench.take(store, "a", 1))
-    assert bench.key_names("applied")
+    assert bench.key_names("leases")
     store.close()
-    assert bench.key_names("applied") == []
+    assert bench.key_names("leases") == []
     assert other.counts("train").acked["a"] == 1

@@ -69,7 +69,9 @@ def test_an_argument_in_several_buffers_arrives_as_one(wire):
 
 def test_more_buffers_than_the_kernel_takes_at_once(wire):
     pieces = [bytes([k % 251]) * 3 for k in range(5000)]
-    replies = ask(wire, ("SET", "k", scattered(*pieces)), ("SET", "l", scattered(*pieces[:7])), ("GET", "k"))
+    replies = ask(
+        wire, ("SET", "k", scattered(np.empty(0), *pieces)), ("SET", "l", scattered(*pieces[:7])), ("GET", "k")
+    )
     assert replies == [b"OK", b"OK", b"".join(pieces)]
 
 
@@ -320,6 +322,15 @@ def test_pending_tells_of_a_reply_that_is_read_already(wire):
     assert wire.pending()
     assert wire.receive() == b"three"
     assert not wire.pending()
+
+
+def test_replies_that_were_read_are_lost_with_their_connection(wire):
+    wire.send([("ECHO", "one"), ("ECHO", "two"), ("ECHO", "three")])
+    assert wire.receive() == b"one"
+    assert wire.pending()
+    wire.disconnect()
+    assert not wire.pending()
+    assert ask(wire, ("ECHO", "mine")) == [b"mine"]
 
 
 def test_pending_tells_nothing_of_half_a_reply(wire):

@@ -1,0 +1,130 @@
+-- Runs of equal rows, and moves from signature to signature.
+
+local CLASS = {w = 0, c = 0, r = READY, l = LEASED, a = PAST, s = PAST}
+
+local function with(sig, at, text) return string.sub(sig, 1, at - 1) .. text .. string.sub(sig, at + #text) end
+
+-- What a move from one signature to another does to the counters: {field, +1 or -1, ...} per row.
+local function changes(config, old, new)
+  local list = {}
+  local function count(field, by)
+    list[#list + 1] = field
+    list[#list + 1] = by
+  end
+  for i, at in ipairs(config.pos) do
+    local from, to = CLASS[string.sub(old, at, at)], CLASS[string.sub(new, at, at)]
+    if from ~= to then
+      if from > 0 then count(config.base[i] + from, -1) end
+      if to > 0 then count(config.base[i] + to, 1) end
+    end
+  end
+  local function ended(sig) return string.sub(sig, 1, 1) ~= 'o' and 1 or 0 end
+  local function dropped(sig) return string.find(sig, '^[dfsxX]') and 1 or 0 end
+  if ended(new) ~= ended(old) then count(ENDED, ended(new) - ended(old)) end
+  if dropped(new) ~= dropped(old) then count(DROPPED, dropped(new) - dropped(old)) end
+  local uses = string.byte(new, 2) - string.byte(old, 2)
+  if uses ~= 0 then count(USES, uses) end
+  return list
+end
+
+local function append(runs, rows, version, sig)
+  if rows == 0 then return end
+  local last = #runs
+  if last > 0 and runs[last] == sig and runs[last - 1] == version then
+    runs[last - 2] = runs[last - 2] + rows
+  else
+    runs[last + 1], runs[last + 2], runs[last + 3] = rows, version, sig
+  end
+end
+
+-- Call fn(signature, version, first, count) for the runs of rows [first, first + count), as they are now.
+local function each_run(chunk, first, count, fn)
+  local runs, at, stop = chunk.runs, 0, first + count
+  for k = 1, #runs, 3 do
+    local from, to = math.max(at, first), math.min(at + runs[k], stop)
+    if from < to then fn(runs[k + 2], runs[k + 1], from, to - from) end
+    at = at + runs[k]
+    if at >= stop then return end
+  end
+end
+
+-- Rows ended: counted under their label, and how is kept with the chunk.
+local function note_end(t, chunk, first, count, state, label, step, reason)
+  t.ended[label] = (t.ended[label] or 0) + count
+  chunk.why = chunk.why .. table.concat({first, count, state, step, reason}, US) .. RS
+end
+
+-- Make `to` of rows [first, first + count); `to(config, signature, arg)` gives the new signature, or nil to leave it. `key`
+-- names the pair of `to` and `arg`: its results are remembered. Returns how many rows moved.
+local function move(t, chunk, first, count, key, to, arg)
+  local config, state, moved = t.config, t.state, 0
+  local memo = config.memo[key]
+  if not memo or config.learnt > MOST_LEARNT then
+    if config.learnt > MOST_LEARNT then config.memo, config.learnt = {}, 0 end
+    memo = {}
+    config.memo[key] = memo
+  end
+  local runs, new, at, stop = chunk.runs, {}, 0, first + count
+  for k = 1, #runs, 3 do
+    local rows, version, sig = runs[k], runs[k + 1], runs[k + 2]
+    local from, upto = at, at + rows
+    if from < first then from = first end
+    if upto > stop then upto = stop end
+    local step
+    if from < upto then
+      step = memo[sig]
+      if step == nil then
+        local goal = to(config, sig, arg)
+        step = goal and goal ~= sig and {to = goal, changes = changes(config, sig, goal)} or false
+        if step and string.find(key, '^done') and string.sub(goal, 1, 1) ~= string.sub(sig, 1, 1) then step.done = true end
+        memo[sig] = step
+        config.learnt = config.learnt + 1
+      end
+    end
+    if step then
+      local part, list = upto - from, step.changes
+      for c = 1, #list, 2 do state[list[c]] = state[list[c]] + list[c + 1] * part end
+      if step.done then note_end(t, chunk, from, part, 'done', 'done', -1, '') end
+      append(new, from - at, version, sig)
+      append(new, part, version, step.to)
+      append(new, at + rows - upto, version, sig)
+      moved = moved + part
+    else
+      append(new, rows, version, sig)
+    end
+    at = at + rows
+  end
+  if moved > 0 then chunk.runs = new end
+  return moved
+end
+
+-- The policy version that made rows [first, first + count): the least of what was told.
+local function set_version(chunk, first, count, version)
+  local runs, new, at, stop = chunk.runs, {}, 0, first + count
+  for k = 1, #runs, 3 do
+    local rows, old, sig = runs[k], runs[k + 1], runs[k + 2]
+    local from, upto = math.max(at, first), math.min(at + rows, stop)
+    if from < upto then
+      append(new, from - at, old, sig)
+      append(new, upto - from, old < 0 and version or math.min(old, version), sig)
+      append(new, at + rows - upto, old, sig)
+    else
+      append(new, rows, old, sig)
+    end
+    at = at + rows
+  end
+  chunk.runs = new
+end
+
+-- Tokens of each row, four bytes little-endian.
+local function set_tokens(chunk, first, packed)
+  if #chunk.tokens == 0 then chunk.tokens = string.rep('\0', 4 * chunk.n) end
+  chunk.tokens = string.sub(chunk.tokens, 1, 4 * first) .. packed .. string.sub(chunk.tokens, 4 * first + #packed + 1)
+end
+
+local function tokens_of(chunk, first, count)
+  if #chunk.tokens == 0 then return 0 end
+  local sum = 0
+  for row = first, first + count - 1 do sum = sum + struct.unpack('<I4', chunk.tokens, 4 * row + 1) end
+  return sum
+end
