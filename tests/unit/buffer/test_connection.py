@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 
@@ -14,6 +15,7 @@ import redis
 
 from rlmq.buffer import acl, connection, keys, library
 from rlmq.buffer.connection import Link
+from rlmq.buffer.wire import Wire
 from rlmq.common.errors import DependencyError, IntegrityError, UsageError
 
 pytestmark = pytest.mark.timeout(60)
@@ -327,24 +329,28 @@ def test_calls_of_several_threads_do_not_mix(redis_url):
         assert right == [True] * 400
 
 
-def test_a_call_that_is_interrupted_anywhere_leaves_no_reply_behind(redis_url):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("where", [Wire.send, Wire.receive])
+def test_a_call_that_is_interrupted_between_replies_leaves_none_behind(redis_url, where):
+    entered = []
 
-    before, interrupted = signal.signal(signal.SIGALRM, interrupt), 0
-    try:
-        with _linked(redis_url) as link:
-            for k in range(100):
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, (k + 1) * 1e-4)
-                    link.exchange([("ECHO", "theirs")] * 2000)
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except KeyboardInterrupt:
-                    interrupted += 1
-                assert link.exchange([("ECHO", "mine")]) == [b"mine"]
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted
+    def interrupt(frame, event, _):
+        if event == "call" and frame.f_code is where.__code__:
+            entered.append(event)
+            if len(entered) == 2:
+                raise KeyboardInterrupt  # as a signal that arrives before the function's first line
+
+    with _linked(redis_url) as link:
+        link.exchange([("ECHO", "before")])
+        before = sys.getprofile()
+        sys.setprofile(interrupt)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                link.exchange([("ECHO", "one"), ("ECHO", "two"), ("ECHO", "three")])
+                link.exchange([("ECHO", "four")])
+        finally:
+            sys.setprofile(before)
+        assert link.exchange([("ECHO", "mine")]) == [b"mine"]
+    assert len(entered) >= 2
 
 
 def test_an_attempt_leaves_a_server_alone_that_is_away_or_refuses(own_server, admin):
