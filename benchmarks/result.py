@@ -58,6 +58,13 @@ class BenchResult:
         """The whole result as one JSON object."""
         return json.dumps(asdict(self), indent=2)
 
+    def markdown(self) -> list[str]:
+        """The result for a document: the table, then the ratios, notes and machine as a list."""
+        titles = list(dict.fromkeys(title for row in self.rows for title in row))
+        cells = [titles, ["---"] * len(titles), *([_text(row, title) for title in titles] for row in self.rows)]
+        rest = self.lines()[len(_table(self.rows)) :]
+        return [*(f"| {' | '.join(line)} |" for line in cells), "", *(f"* {line}" for line in rest)]
+
     def lines(self) -> list[str]:
         """The result as text: the table, the ratios, the notes, the machine."""
         machine = self.machine

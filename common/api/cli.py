@@ -116,18 +116,20 @@ def samples(
     )
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True})
 @ends_in_one_message
 def bench(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="The benchmark; none lists them.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own options; `-- --help` lists them.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> int:
     """Run a benchmark of the checkout."""
     from rlmq.cli_read import bench_command
 
-    return bench_command(name, json_file)
+    return bench_command(name, arguments or [], json_file=json_file, markdown=markdown)
 
 
 @app.command()

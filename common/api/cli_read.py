@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +44,7 @@ def algorithms_command() -> int:
     return 0
 
 
-def bench_command(name: str | None, json_file: Path | None) -> int:
+def bench_command(name: str | None, arguments: list[str], *, json_file: Path | None, markdown: bool) -> int:
     """`rlmq bench`."""
     folder = _benchmarks_folder()
     known = sorted(path.stem for path in folder.glob("*.py") if "def run(" in path.read_text())
@@ -52,8 +53,15 @@ def bench_command(name: str | None, json_file: Path | None) -> int:
         return 0
     if name not in known:
         raise UsageError("benchmark", got=repr(name), expected=f"one of {', '.join(known) or 'none yet'}")
-    result: Any = _load(folder, name).run()
-    _print_result(result)
+    benchmark = _load(folder, name).run
+    takes_arguments = bool(inspect.signature(benchmark).parameters)
+    if arguments and not takes_arguments:
+        raise UsageError(f"arguments of benchmark '{name}'", got=" ".join(arguments), expected="none")
+    result: Any = benchmark(arguments) if takes_arguments else benchmark()
+    if markdown or not sys.stdout.isatty():
+        print("\n".join(result.markdown() if markdown else result.lines()))
+    else:
+        _print_result(result)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(json_file, result.to_json() + "\n")
