@@ -21,7 +21,6 @@ from redis.retry import Retry
 
 from rlmq.buffer import library
 from rlmq.buffer.wire import ANSWER_S, Argument, Command, Scattered, Wire
-from rlmq.buffer.wire import new_connection as new_connection  # noqa: PLC0414
 from rlmq.common.errors import DependencyError, IntegrityError, RlmqError, UsageError
 
 RETRY_S = 60.0

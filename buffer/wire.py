@@ -49,20 +49,6 @@ Argument = str | bytes | int | float | Scattered
 Command = tuple[Argument, ...]
 
 
-def new_connection(client: redis.Redis) -> Any:
-    """A connection of its own like the client's (redis-py does not type them), that leaves retries to its user."""
-    pool = client.connection_pool
-    options = dict(pool.connection_kwargs)
-    options["socket_timeout"] = options.get("socket_timeout") or ANSWER_S
-    options |= {
-        "protocol": 2,
-        "decode_responses": False,
-        "retry": Retry(NoBackoff(), 0),
-        "health_check_interval": 0,
-    }
-    return pool.connection_class(**options)
-
-
 class Wire:
     """One connection, for one thread at a time. It connects when first used, and again after it broke.
 
@@ -75,7 +61,7 @@ class Wire:
     """
 
     def __init__(self, client: redis.Redis, *, timeout_s: float | None = None) -> None:
-        self._connection = new_connection(client)
+        self._connection = _new_connection(client)
         self._timeout_s: float = timeout_s or self._connection.socket_timeout
         self._socket: socket.socket | None = None
         self._encrypted = False
@@ -213,6 +199,20 @@ class Wire:
         self._next = _NOTHING
         self._reader = _new_reader()
         self._connection.disconnect()
+
+
+def _new_connection(client: redis.Redis) -> Any:
+    """A connection like the client's (redis-py does not type them), that leaves retries to its user."""
+    pool = client.connection_pool
+    options = dict(pool.connection_kwargs)
+    options["socket_timeout"] = options.get("socket_timeout") or ANSWER_S
+    options |= {
+        "protocol": 2,
+        "decode_responses": False,
+        "retry": Retry(NoBackoff(), 0),
+        "health_check_interval": 0,
+    }
+    return pool.connection_class(**options)
 
 
 def _new_reader() -> hiredis.Reader:

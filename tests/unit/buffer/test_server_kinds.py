@@ -25,7 +25,7 @@ from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.store import Interest, Stage, Table
 from rlmq.buffer.wire import Wire
 from rlmq.common.columns import Column
-from rlmq.common.errors import DependencyError
+from rlmq.common.errors import DeadlineExceeded, DependencyError
 
 pytestmark = pytest.mark.timeout(60)
 TABLE = Table(
@@ -147,11 +147,14 @@ def work(url: str) -> None:
         for store in (producer, consumer):
             store.open([TABLE])
         assert not consumer.wait([Interest("train", "reward")], timeout_s=0.01)
+        with pytest.raises(DeadlineExceeded):
+            consumer.claim("train", "reward", max_rows=rows, timeout_s=0.05)
         xs = pa.record_batch({"x": pa.array(range(rows), pa.int64())})
         assert producer.put("train", xs, producer="p", sequence=0, group_size=4)
         assert consumer.wait([Interest("train", "reward")], timeout_s=20)
         claim = consumer.claim("train", "reward", max_rows=rows, columns=["x"])
         assert claim is not None and claim.rows.equals(xs)
+        assert '"p"' in consumer.read("train", claim.ranges, ["lineage"])["lineage"][0].as_py()
         ys = pa.record_batch({"y": pa.array(range(rows), pa.float64())})
         consumer.write(claim, ys, ack=True)
         claim = consumer.claim("train", "actor", max_rows=rows, columns=["y"])
