@@ -24,7 +24,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -132,7 +132,7 @@ def _meet(barrier: Barrier, futures: Sequence[Future[Used]]) -> None:
     try:
         barrier.wait(_TIMEOUT_S)
     except BrokenBarrierError:
-        for future in wait(futures, _TIMEOUT_S, FIRST_EXCEPTION).done:
+        for future in as_completed(futures, _TIMEOUT_S):
             error = future.exception()
             if error is not None and not isinstance(error, BrokenBarrierError):
                 raise error from None
