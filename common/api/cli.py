@@ -29,6 +29,18 @@ RunOption = Annotated[
     Path | None,
     typer.Option("--run", metavar="FOLDER", help="The run's folder; default: the newest run of the recipe's name."),
 ]
+RunArgument = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="Run id, name or folder; default: the newest.")
+]
+RunsFolder = Annotated[Path, typer.Option("--folder", help="Folder that holds the runs.")]
+Letters = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN] ID", help="The run (default: the newest), and ids of `rlmq dead list`."),
+]
+Every = Annotated[bool, typer.Option("--all", help="All dead letters of the run.")]
+
+dead = typer.Typer(no_args_is_help=True, help="Dead letters: rows that ended as dead and are still held.")
+app.add_typer(dead, name="dead")
 
 
 @app.callback(invoke_without_command=True)
@@ -97,16 +109,14 @@ def worker(
 @app.command()
 @ends_in_one_message
 def samples(
-    run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Run id, name or folder; default: the newest.")
-    ] = None,
+    run: RunArgument = None,
     step: Annotated[int | None, typer.Option("--step", help="Training step; default: the newest.")] = None,
     table: Annotated[str, typer.Option("--table", help="train or eval.")] = "train",
     best: Annotated[int, typer.Option("--best", min=0, help="Samples with the greatest reward.")] = 3,
     worst: Annotated[int, typer.Option("--worst", min=0, help="Samples with the least reward.")] = 3,
     random: Annotated[int, typer.Option("--random", min=0, help="Samples drawn at random.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
-    folder: Annotated[Path, typer.Option("--folder", help="Folder that holds the runs.")] = Path("runs"),
+    folder: RunsFolder = Path("runs"),
 ) -> int:
     """Show best, worst and random samples of a step."""
     from rlmq.cli_read import samples_command
@@ -114,6 +124,70 @@ def samples(
     return samples_command(
         run, folder=folder, step=step, table=table, best=best, worst=worst, random=random, as_json=as_json
     )
+
+
+@app.command()
+@ends_in_one_message
+def buffer(
+    run: RunArgument = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check every invariant; exit 6 when one is broken.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    folder: RunsFolder = Path("runs"),
+) -> int:
+    """Show what the buffer of a live run holds: limits, rows by stage, leases, ends, who waits."""
+    from rlmq.cli_buffer import buffer_command
+
+    return buffer_command(run, folder=folder, verify=verify, as_json=as_json)
+
+
+@dead.command("list")
+@ends_in_one_message
+def dead_list(
+    run: RunArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    folder: RunsFolder = Path("runs"),
+) -> int:
+    """List the dead letters of a live run."""
+    from rlmq.cli_dead import dead_list_command
+
+    return dead_list_command(run, folder=folder, as_json=as_json)
+
+
+@dead.command("show")
+@ends_in_one_message
+def dead_show(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="[RUN] ID", help="The run (default: the newest), and an id of `rlmq dead list`."),
+    ],
+    rows: Annotated[int, typer.Option("--rows", min=0, help="So many rows with their text.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with the text of all rows.")] = False,
+    folder: RunsFolder = Path("runs"),
+) -> int:
+    """Show one dead letter: the whole reason, and the text of its rows."""
+    from rlmq.cli_dead import dead_show_command
+
+    return dead_show_command(words, folder=folder, rows=rows, as_json=as_json)
+
+
+@dead.command("retry")
+@ends_in_one_message
+def dead_retry(words: Letters = None, every: Every = False, folder: RunsFolder = Path("runs")) -> int:
+    """Make dead rows ready again for the stage that lost them."""
+    from rlmq.cli_dead import dead_retry_command
+
+    return dead_retry_command(words or [], folder=folder, every=every)
+
+
+@dead.command("drop")
+@ends_in_one_message
+def dead_drop(words: Letters = None, every: Every = False, folder: RunsFolder = Path("runs")) -> int:
+    """Let go of dead rows; they stay counted as dead."""
+    from rlmq.cli_dead import dead_drop_command
+
+    return dead_drop_command(words or [], folder=folder, every=every)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
