@@ -218,9 +218,15 @@ def _waiting_json(one: Waiting) -> dict[str, Any]:
 # -- for people -------------------------------------------------------------------------------------------------
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader of a pipe has seen enough: the command ends well, where rich would exit with 1."""
+        raise BrokenPipeError
+
+
 def new_console() -> Console:
     """Where text for people goes; a pipe gets long lines and no colours."""
-    return Console(
+    return _Console(
         file=sys.stdout, width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False, markup=False
     )
 
@@ -270,7 +276,7 @@ def _print_view(view: _View, console: Console, run: RunFolder) -> None:
         for broken in view.broken:
             console.print(Text(f"BROKEN: {plain(broken)}", style="bold red"))
         if not view.broken:
-            console.print(Text("verified: every invariant holds", style="green"))
+            console.print(Text("verify: found no broken invariant", style="green"))
     console.print()
 
 
