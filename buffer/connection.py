@@ -197,7 +197,7 @@ class Link:
 
     def calls(self, calls: Sequence[Command], *, payload: Sequence[tuple[str, Payload]] = ()) -> list[list[Any]]:
         """Several functions in one round trip; see `call`."""
-        commands = [_function_call(*call) for call in calls]
+        commands = [function_call(*call) for call in calls]
         if payload:
             commands = [("MULTI",), *(("SET", key, data) for key, data in payload), *commands, ("EXEC",)]
         backoff: _Backoff | None = None
@@ -272,7 +272,7 @@ class Link:
         """Run functions once, for tidying up: a server that is away or refuses is left alone."""
         with self._lock, suppress(redis.RedisError, DependencyError):
             if self._wire.connected:
-                self._round_trip([_function_call(*call) for call in calls])
+                self._round_trip([function_call(*call) for call in calls])
 
     def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
         try:
@@ -311,5 +311,7 @@ class Link:
         self._wire.disconnect()
 
 
-def _function_call(verb: Argument, *arguments: Argument) -> Command:
-    return ("FCALL", library.function_name(str(verb)), 1, *arguments)
+def function_call(verb: Argument, key: Argument, *arguments: Argument) -> Command:
+    """The command that runs a function; `key` is a prefix, or a prefix, a space and a second key of its slot."""
+    keys = str(key).split(" ", 1)
+    return ("FCALL", library.function_name(str(verb)), len(keys), *keys, *arguments)

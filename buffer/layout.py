@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +28,7 @@ TOLD = pa.schema([*END_COLUMNS, LINEAGE])  # columns that the store itself tells
 MAX_DELIVERIES = 40  # the functions keep deliveries and uses in one character each
 MAX_CAPACITY_ROWS = 2**31
 _MIN_BATCH_LIMIT = 2**31
+_SCHEMAS = 16  # remembered as right
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class Layout:
 
     table: Table
     fixed_units: tuple[tuple[str, ...], ...] = field(default=())
+    identity: str = field(
+        default_factory=lambda: secrets.token_hex(5)
+    )  # of this table, not of one made after a loss
 
     def __post_init__(self) -> None:
         _check(self.table)
@@ -57,6 +62,7 @@ class Layout:
                 max_dead_rows=limits["max_dead_rows"],
             ),
             tuple(tuple(names) for names in columns["units"]),
+            columns["identity"],
         )
 
     @cached_property
@@ -102,6 +108,7 @@ class Layout:
         table = self.table
         columns = {
             "schema": self.schema_fingerprint,
+            "identity": self.identity,
             "units": self.units,
             "columns": base64.b64encode(self.schema.serialize()).decode(),
             "writers": [c.writer for c in table.columns],
@@ -149,7 +156,8 @@ class Layout:
             units = sorted({self.place[name][0] + 1 for name in names if name in self.place})
             if "lineage" in names and "lineage" not in self.place:
                 units = list(range(1, len(self.units) + 1))
-            found = Selection(pa.schema(fields), tuple(units))
+            one_unit = len(units) == 1 and tuple(names) == self.units[units[0] - 1]
+            found = Selection(pa.schema(fields), tuple(units), one_unit)
             self._selections[key] = found
         return found
 
@@ -165,15 +173,18 @@ class Layout:
         Raises:
             SchemaMismatch: another name, type or order, or a part of a unit.
         """
-        key = (rows.schema, prefix)
-        known = self._checked.get(key)
-        if known is None:
-            known = self._checked[key] = self._check_schema(rows.schema, prefix)
-        return known
+        schema = rows.schema
+        for known, known_prefix, units in self._checked:  # comparing costs a hundredth of hashing
+            if known_prefix == prefix and known.equals(schema):
+                return units
+        units = self._check_schema(schema, prefix)
+        if len(self._checked) < _SCHEMAS:
+            self._checked.append((schema, prefix, units))
+        return units
 
     @cached_property
-    def _checked(self) -> dict[tuple[pa.Schema, bool], list[int]]:
-        return {}
+    def _checked(self) -> list[tuple[pa.Schema, bool, list[int]]]:
+        return []
 
     def _check_schema(self, schema: pa.Schema, prefix: bool) -> list[int]:
         names = schema.names
@@ -202,10 +213,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Columns that a reader asks for, and the 1-based units that are needed for them."""
+    """Columns that a reader asks for, and the 1-based units that are needed for them;
+
+    `one_unit`: just all of one.
+    """
 
     schema: pa.Schema
     units: tuple[int, ...]
+    one_unit: bool
 
 
 def _stage_record(stage: Stage) -> dict[str, Any]:

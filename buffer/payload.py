@@ -22,8 +22,7 @@ from rlmq.common.errors import IntegrityError, UsageError
 _US, _RS = "\x1f", "\x1e"
 
 
-@dataclass(frozen=True, slots=True)
-class OutgoingPiece:
+class OutgoingPiece(msgspec.Struct, frozen=True):
     """One piece to set: all columns of a unit (1-based) for some rows of a chunk."""
 
     chunk: str
@@ -42,8 +41,7 @@ class OutgoingPiece:
         return self.chunk, self.first, self.count, self.unit, self.data.nbytes, self.name
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
+class StoredPiece(msgspec.Struct, frozen=True):
     """One piece as the chunk's record names it; `written_ms` counts from the chunk's put."""
 
     unit: int
@@ -132,60 +130,31 @@ def _parse_piece(unit: int, entry: str) -> StoredPiece:
     return StoredPiece(unit, name, int(first), int(count), int(ms), int(version) if version else None, tag)
 
 
-def needed_pieces(
-    ranges: Sequence[RowRange], selection: Selection, layout: Layout, where: Mapping[str, Whereabouts]
-) -> dict[tuple[str, int, str], StoredPiece]:
-    """Pieces that hold a wanted column of a wanted row, by (chunk, unit, name)."""
-    needed: dict[tuple[str, int, str], StoredPiece] = {}
-    units = {layout.place[name][0] + 1 for name in selection.schema.names if name in layout.place}
-    for one in ranges:
-        for unit, pieces in where[one.chunk].pieces.items():
-            if unit in units:
-                for piece in pieces:
-                    if piece.first < one.first + one.count and one.first < piece.first + piece.count:
-                        needed[one.chunk, unit, piece.name] = piece
-    return needed
+class Span(msgspec.Struct, frozen=True):
+    """Rows of one chunk whose columns of one unit lie in one piece (None: nothing was written)."""
+
+    chunk: str
+    first: int
+    count: int
+    piece: StoredPiece | None
+
+    @property
+    def key(self) -> tuple[str, int, str] | None:
+        """Chunk, unit and name of the piece."""
+        return None if self.piece is None else (self.chunk, self.piece.unit, self.piece.name)
 
 
-def assemble(
-    ranges: Sequence[RowRange],
-    selection: Selection,
-    layout: Layout,
-    where: Mapping[str, Whereabouts],
-    data: Mapping[tuple[str, int, str], bytes],
-    writers: Mapping[str, str],
-) -> pa.RecordBatch:
-    """The wanted columns of the ranges, in order; null where nothing was written.
-
-    Raises:
-        DecodeError: a piece is not what its record says.
-    """
-    decoded: dict[tuple[str, int, str], pa.RecordBatch] = {}
-    for key, piece in needed_pieces(ranges, selection, layout, where).items():
-        decoded[key] = codec.decode(data[key], layout.unit_schemas[piece.unit - 1], rows=piece.count)
+def spans(ranges: Sequence[RowRange], selection: Selection, where: Mapping[str, Whereabouts]) -> list[list[Span]]:
+    """For each unit of the selection, the ranges cut by the newest piece that has each row."""
     joined = _joined(ranges)
-    spans = {unit: [s for one in joined for s in _spans(one, unit, where[one.chunk])] for unit in selection.units}
-    columns: list[pa.Array] = []
-    for wanted in selection.schema:
-        if wanted.name in layout.place:
-            unit, index = layout.place[wanted.name]
-            columns.append(_column(wanted.type, unit + 1, index, spans[unit + 1], decoded))
-        elif wanted.name == LINEAGE.name:
-            columns.append(_lineage_column(ranges, layout, where, writers))
-        else:
-            columns.append(_one_array([_ends(wanted, one, where[one.chunk]) for one in ranges], wanted.type))
-    return _batch(columns, selection.schema, sum(one.count for one in ranges))
+    return [[span for one in joined for span in _spans(one, unit, where[one.chunk])] for unit in selection.units]
 
 
-_Span = tuple[str, int, int, StoredPiece | None]  # chunk, first row, rows, the newest piece that has them
-
-
-def _spans(one: RowRange, unit: int, where: Whereabouts) -> Iterator[_Span]:
-    """The range cut by the newest piece of a unit that has each row."""
+def _spans(one: RowRange, unit: int, where: Whereabouts) -> Iterator[Span]:
     pieces = where.pieces.get(unit, ())
     at, stop = one.first, one.first + one.count
     if len(pieces) == 1 and pieces[0].first <= at and stop <= pieces[0].first + pieces[0].count:
-        yield one.chunk, at, one.count, pieces[0]
+        yield Span(one.chunk, at, one.count, pieces[0])
         return
     while at < stop:
         until = stop
@@ -197,38 +166,66 @@ def _spans(one: RowRange, unit: int, where: Whereabouts) -> Iterator[_Span]:
                 break
             if at < piece.first < until:  # a newer piece begins inside what an older one would give
                 until = piece.first
-        yield one.chunk, at, until - at, newest
+        yield Span(one.chunk, at, until - at, newest)
         at = until
 
 
-def _column(
-    kind: pa.DataType,
-    unit: int,
-    index: int,
-    spans: Sequence[_Span],
-    decoded: Mapping[tuple[str, int, str], pa.RecordBatch],
-) -> pa.Array:
-    parts: list[pa.Array] = []
-    for chunk, first, count, piece in spans:
-        if piece is None:
-            parts.append(pa.nulls(count, kind))
+def assemble(
+    ranges: Sequence[RowRange],
+    selection: Selection,
+    layout: Layout,
+    where: Mapping[str, Whereabouts],
+    by_unit: Sequence[Sequence[Span]],
+    data: Mapping[tuple[str, int, str], bytes],
+    writers: Mapping[str, str],
+) -> pa.RecordBatch:
+    """The wanted columns of the ranges, in order; null where nothing was written.
+
+    Args:
+        by_unit: what `spans` gave.
+        data: the pieces that they name.
+
+    Raises:
+        DecodeError: a piece is not what its record says.
+    """
+    units = {
+        unit: _unit_rows(layout.unit_schemas[unit - 1], some, data)
+        for unit, some in zip(selection.units, by_unit, strict=True)
+    }
+    if selection.one_unit:
+        return units[selection.units[0]]
+    columns: list[pa.Array] = []
+    for wanted in selection.schema:
+        if wanted.name in layout.place:
+            unit, index = layout.place[wanted.name]
+            columns.append(units[unit + 1].column(index))
+        elif wanted.name == LINEAGE.name:
+            columns.append(_lineage_column(ranges, layout, where, writers))
+        else:
+            parts = [_ends(wanted, one, where[one.chunk]) for one in ranges]
+            columns.append(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
+    if not columns:
+        return pa.RecordBatch.from_struct_array(pa.array([{}] * sum(r.count for r in ranges), type=pa.struct([])))
+    return pa.RecordBatch.from_arrays(columns, schema=selection.schema)
+
+
+def _unit_rows(
+    schema: pa.Schema, some: Sequence[Span], data: Mapping[tuple[str, int, str], bytes]
+) -> pa.RecordBatch:
+    parts: list[pa.RecordBatch] = []
+    decoded: tuple[StoredPiece, pa.RecordBatch] | None = None
+    for span in some:
+        piece, key = span.piece, span.key
+        if piece is None or key is None:
+            parts.append(
+                pa.RecordBatch.from_arrays([pa.nulls(span.count, kind) for kind in schema.types], schema=schema)
+            )
             continue
-        array = decoded[chunk, unit, piece.name].column(index)
-        whole = first == piece.first and count == piece.count
-        parts.append(array if whole else array.slice(first - piece.first, count))
-    return _one_array(parts, kind)
-
-
-def _one_array(parts: Sequence[pa.Array], kind: pa.DataType) -> pa.Array:
-    if not parts:
-        return pa.array([], type=kind)
-    return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
-
-
-def _batch(columns: Sequence[pa.Array], schema: pa.Schema, rows: int) -> pa.RecordBatch:
-    if columns:
-        return pa.RecordBatch.from_arrays(list(columns), schema=schema)
-    return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, type=pa.struct([])))
+        if decoded is None or decoded[0] is not piece:
+            decoded = piece, codec.decode(data[key], schema, rows=piece.count)
+        whole = span.count == piece.count
+        parts.append(decoded[1] if whole else decoded[1].slice(span.first - piece.first, span.count))
+    return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
 
 
 def _ends(wanted: pa.Field, one: RowRange, where: Whereabouts) -> pa.Array:

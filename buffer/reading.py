@@ -26,6 +26,7 @@ class Reader:
 
     link: Link
     prefix: str
+    target: str
     layout: Layout
     writers: dict[str, str] = field(default_factory=dict)  # number of a client to its worker
 
@@ -35,7 +36,7 @@ class Reader:
         found: dict[str, Whereabouts] = {}
         for at in range(0, len(chunks), _KEYS_PER_COMMAND):
             some = chunks[at : at + _KEYS_PER_COMMAND]
-            reply = self.link.call("locate", self.prefix, len(units), *units, *some)
+            reply = self.link.call("locate", self.target, len(units), *units, *some)
             found.update(payload.parse_whereabouts(units, one) for one in reply[1])
         return found
 
@@ -49,12 +50,13 @@ class Reader:
         """
         missing = ""
         for _ in range(_RELOCATIONS):
-            keys = list(payload.needed_pieces(ranges, selection, self.layout, where))
+            by_unit = payload.spans(ranges, selection, where)
+            keys = list(dict.fromkeys(span.key for some in by_unit for span in some if span.key is not None))
             data = self._get(keys)
             if len(data) == len(keys):
                 if LINEAGE.name in selection.schema.names:
                     self.learn_writers(where)
-                return payload.assemble(ranges, selection, self.layout, where, data, self.writers)
+                return payload.assemble(ranges, selection, self.layout, where, by_unit, data, self.writers)
             missing = next("/".join(map(str, key)) for key in keys if key not in data)
             where = self.locate(ranges, selection.units)
             if any(where[one.chunk].rows == 0 for one in ranges):  # freed since: no nulls in place of its values

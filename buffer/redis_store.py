@@ -41,7 +41,14 @@ from rlmq.buffer.store import (
 )
 from rlmq.buffer.waiting import Waiter
 from rlmq.buffer.wire import Argument
-from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, SchemaMismatch, UsageError
+from rlmq.common.errors import (
+    DeadlineExceeded,
+    Fenced,
+    IntegrityError,
+    RestartRequired,
+    SchemaMismatch,
+    UsageError,
+)
 
 _LABEL_CHARS = 80  # of a reason, in the name of a counter
 _REASON_CHARS = 4000  # of a reason, kept with its rows
@@ -50,7 +57,7 @@ _MEMORY_PAUSE_S = 0.2
 _ADOPTED_AT_ONCE = 128
 _NO_FACTS = Facts()
 # Fields of the functions' state (functions/table.lua): of the table, and per stage.
-_FIELDS, _STAGE_FIELDS = 16, 7
+_FIELDS, _STAGE_FIELDS = 15, 7
 _ADMITTED, _ENDED, _BYTES, _REDELIVERED, _FENCED, _USES, _TRAINER, _DEAD = 1, 2, 4, 7, 8, 9, 12, 14
 _READY, _LEASED, _PAST = 0, 1, 2
 
@@ -61,19 +68,20 @@ class _Open:
 
     layout: Layout
     prefix: str
-    client: int
+    target: str  # prefix and identity: what functions are called on
     reader: Reader
+    put: dict[str, int] = field(default_factory=dict)  # producer to the last sequence that was put here
     slots: list[int] = field(default_factory=list)  # free ones: their leases are over
     used_slots: int = 0
     leases: dict[str, int] = field(default_factory=dict)  # live ones of this client, to their slots
     room: int | None = None  # rows that fitted after the last put
 
-    def new_lease(self, serial: int) -> str:
+    def new_lease(self, client: str, serial: int) -> str:
         if self.slots:
             slot = self.slots.pop()
         else:
             slot, self.used_slots = self.used_slots, self.used_slots + 1
-        lease = f"{self.client}.{slot}.{serial}"
+        lease = f"{client}.{slot}.{serial}"
         self.leases[lease] = slot
         return lease
 
@@ -111,9 +119,9 @@ class RedisStore(ExperienceStore):
         self._client = as_client(client_or_url, retry_s)
         self._link = Link(self._client, retry_s=retry_s)
         self._serial = itertools.count(1)
-        nonce = secrets.token_hex(4)
-        self._row_waiter = Waiter(self._client, self._link, worker, f"{worker}.{nonce}.rows")
-        self._room_waiter = Waiter(self._client, self._link, worker, f"{worker}.{nonce}.room")
+        self._name = secrets.token_hex(5)  # part of leases and payload names; a counter could come back older
+        self._row_waiter = Waiter(self._client, self._link, worker, f"{worker}.{self._name}.rows")
+        self._room_waiter = Waiter(self._client, self._link, worker, f"{worker}.{self._name}.room")
         self._tables: dict[str, _Open] = {}
         self._finished: dict[str, None] = {}  # leases that `finish` ended, newest last
 
@@ -125,7 +133,8 @@ class RedisStore(ExperienceStore):
             layout = Layout(table)
             prefix = table_prefix(self._run_id, table.name)
             number = secrets.randbits(52)
-            reply = self._link.call("open", prefix, layout.schema_fingerprint, number, self._worker, *layout.blobs)
+            head = (layout.schema_fingerprint, number, self._name, self._worker)
+            reply = self._link.call("open", prefix, *head, *layout.blobs)
             if reply[0] == "schema":
                 raise self._other_schema(layout, reply[1])
             if reply[0] == "shape":
@@ -136,8 +145,8 @@ class RedisStore(ExperienceStore):
                     expected=f"{theirs.shape_fingerprint} as in the server",
                     remedy="Start every process of the run from the same recipe and version, or start a new run",
                 )
-            _, client, blobs, added = reply
-            self._tables[table.name] = self._opened(Layout.stored(table.name, blobs), prefix, int(client))
+            _, blobs, added = reply
+            self._tables[table.name] = self._opened(Layout.stored(table.name, blobs), prefix)
             if added:
                 self._adopt(prefix)
 
@@ -153,11 +162,12 @@ class RedisStore(ExperienceStore):
         for name in names:
             prefix = table_prefix(self._run_id, name)
             layout = Layout.stored(name, self._link.call("attach", prefix)[1])
-            self._tables[name] = self._opened(layout, prefix, 0)
+            self._tables[name] = self._opened(layout, prefix)
         return [self._tables[name].layout.table for name in names]
 
-    def _opened(self, layout: Layout, prefix: str, client: int) -> _Open:
-        return _Open(layout, prefix, client, Reader(self._link, prefix, layout))
+    def _opened(self, layout: Layout, prefix: str) -> _Open:
+        target = f"{prefix} {prefix}{layout.identity}"
+        return _Open(layout, prefix, target, Reader(self._link, prefix, target, layout))
 
     def _adopt(self, prefix: str) -> None:
         """Show live rows to stages that were added after them."""
@@ -188,10 +198,8 @@ class RedisStore(ExperienceStore):
         Returns:
             Leases that were given back.
         """
-        return sum(
-            int(self._link.call("recover", one.prefix, self._worker, one.client)[1])
-            for one in self._tables.values()
-        )
+        who = (self._worker, self._name)
+        return sum(int(self._link.call("recover", one.target, *who)[1]) for one in self._tables.values())
 
     def _open(self, table: str) -> _Open:
         found = self._tables.get(table)
@@ -218,21 +226,30 @@ class RedisStore(ExperienceStore):
         units = layout.checked(rows, prefix=True)
         self._check_chunk(layout, rows, producer, sequence, group_size)
         chunk, count = f"{producer}.{sequence}", rows.num_rows
-        pieces = payload.cut(layout, rows, units, [RowRange(chunk, 0, count)], self._tag(one))
+        pieces = payload.cut(layout, rows, units, [RowRange(chunk, 0, count)], self._tag())
         nbytes = sum(piece.data.nbytes for piece in pieces)
-        head = (layout.schema_fingerprint, producer, sequence, chunk, count, group_size, int(closes))
+        previous = one.put.get(producer, "")
+        head = (layout.schema_fingerprint, producer, sequence, previous, chunk, count, group_size, int(closes))
         told = _told(facts, count, table)
         start = time.monotonic()
         end = start + self._put_timeout_s
-        room = {one.prefix: (0, count, nbytes)}
+        room = {one.target: (0, count, nbytes)}
         if one.room is not None and one.room < count:  # do not send what is not likely to fit
             self._room_waiter.wait(room, timeout_s=self._put_timeout_s)
         while True:
-            reply = self._send("put", one.prefix, (*head, *told), pieces, end)
+            reply = self._send("put", one, (*head, *told), pieces, end)
             if reply[0] == "schema":
                 raise self._other_schema(layout, reply[1])
+            if reply[0] == "older":
+                raise RestartRequired(
+                    f"put of sequence {sequence} by producer '{producer}' into table '{table}'",
+                    got=f"a server that knows sequences up to {reply[1]}",
+                    expected=f"{previous}, which it acknowledged: it came back older",
+                    remedy="Start the producer again: it puts what is missing",
+                )
             if reply[0] != "full":
                 if reply[0] == "ok":
+                    one.put[producer] = sequence
                     one.room = layout.table.capacity_rows - int(reply[1])
                 return bool(reply[0] == "ok")
             left_s = end - time.monotonic()
@@ -261,27 +278,27 @@ class RedisStore(ExperienceStore):
             remedy=f"Stage '{stage}' must drain ({todo} rows ready or leased): look at its workers",
         )
 
-    def _tag(self, one: _Open) -> str:
-        return f"{one.client}.{next(self._serial)}"
+    def _tag(self) -> str:
+        return f"{self._name}.{next(self._serial)}"
 
     def _send(
         self,
         verb: str,
-        prefix: str,
+        one: _Open,
         head: Sequence[Argument],
         pieces: Sequence[payload.OutgoingPiece],
         end: float,
     ) -> list[Any]:
         """A function with its payload; a server at its memory limit is full, not broken: try until `end`."""
         args = (*head, *(argument for piece in pieces for argument in piece.arguments()))
-        sets = [(piece.key(prefix), piece.data) for piece in pieces]
+        sets = [(piece.key(one.prefix), piece.data) for piece in pieces]
         while True:
             try:
-                return self._link.call(verb, prefix, *args, payload=sets)
+                return self._link.call(verb, one.target, *args, payload=sets)
             except redis.OutOfMemoryError as error:
                 if time.monotonic() + _MEMORY_PAUSE_S > end:
                     raise DeadlineExceeded(
-                        f"{verb} under {prefix}*",
+                        f"{verb} under {one.prefix}*",
                         got=f"a Redis server at its maxmemory for {self._put_timeout_s:g} s",
                         expected="consumers that free rows",
                         remedy="Raise maxmemory, or look at the stages that do not drain",
@@ -290,11 +307,11 @@ class RedisStore(ExperienceStore):
 
     def flush(self, table: str) -> None:
         """The rows put so far are complete; see `ExperienceStore.flush`."""
-        self._link.call("flush", self._open(table).prefix)
+        self._link.call("flush", self._open(table).target)
 
     def set_version(self, table: str, version: int) -> None:
         """Tell the trainer's policy version; see `ExperienceStore.set_version`."""
-        self._link.call("set_version", self._open(table).prefix, version)
+        self._link.call("set_version", self._open(table).target, version)
 
     # -- claims ----------------------------------------------------------------------------------------------
 
@@ -324,7 +341,7 @@ class RedisStore(ExperienceStore):
             )
         if one.layout.stage(stage).scope == "batch":
             min_rows = max_rows
-        lease = one.new_lease(next(self._serial))
+        lease = one.new_lease(self._name, next(self._serial))
         tokens, newest = "" if max_tokens is None else max_tokens, "" if version is None else version
         head = (index, lease, self._worker, max_rows, min_rows, tokens, newest)
 
@@ -332,10 +349,10 @@ class RedisStore(ExperienceStore):
             return ("claim", *head, waiter, left_ms, waited_ms, *selection.units)
 
         if timeout_s > 0:
-            reply = self._row_waiter.until(one.prefix, call, timeout_s)
+            reply = self._row_waiter.until(one.target, call, timeout_s)
         else:
             verb, *args = call("", 0, 0)
-            reply = self._link.call(str(verb), one.prefix, *args)
+            reply = self._link.call(str(verb), one.target, *args)
         if reply[0] == "ok":
             return self._claimed(one, table, stage, lease, selection, reply)
         one.over(lease)
@@ -399,7 +416,7 @@ class RedisStore(ExperienceStore):
 
     def extend(self, claim: Claim) -> None:
         """Renew the lease; see `ExperienceStore.extend`."""
-        self._checked(claim, self._link.call("extend", self._open(claim.table).prefix, claim.lease, 0))
+        self._checked(claim, self._link.call("extend", self._open(claim.table).target, claim.lease, 0))
 
     def write(self, claim: Claim, columns: pa.RecordBatch, *, ack: bool = False, facts: Facts = _NO_FACTS) -> None:
         """Add columns to the claimed rows; see `ExperienceStore.write`."""
@@ -409,10 +426,10 @@ class RedisStore(ExperienceStore):
         if columns.num_rows != count:
             subject = f"columns written to table '{claim.table}'"
             raise SchemaMismatch(subject, got=f"{columns.num_rows} rows", expected=f"the claim's {count}")
-        pieces = payload.cut(one.layout, columns, units, claim.ranges, self._tag(one))
+        pieces = payload.cut(one.layout, columns, units, claim.ranges, self._tag())
         head = (claim.lease, next(self._serial), int(ack), *_told(facts, count, claim.table))
         end = time.monotonic() + self._put_timeout_s
-        self._checked(claim, self._send("write", one.prefix, head, pieces, end))
+        self._checked(claim, self._send("write", one, head, pieces, end))
         if ack:
             one.over(claim.lease)
 
@@ -450,7 +467,7 @@ class RedisStore(ExperienceStore):
         if claim.lease in self._finished:
             return
         one = self._open(claim.table)
-        reply = self._checked(claim, self._link.call(verb, one.prefix, claim.lease, next(self._serial), *args))
+        reply = self._checked(claim, self._link.call(verb, one.target, claim.lease, next(self._serial), *args))
         if reply[1] == 1:
             one.over(claim.lease)
             if verb == "finish":
@@ -480,7 +497,7 @@ class RedisStore(ExperienceStore):
         for one in ranges:
             producer, _, sequence = one.chunk.rpartition(".")
             args += [one.chunk, producer, sequence, one.first, one.count, one.use]
-        reply = self._link.call("finish_logged", opened.prefix, opened.layout.stage_index(stage), step, *args)
+        reply = self._link.call("finish_logged", opened.target, opened.layout.stage_index(stage), step, *args)
         if reply[0] == "conflict":
             raise IntegrityError(
                 f"chunk '{reply[1].decode()}' of table '{table}'",
@@ -491,14 +508,14 @@ class RedisStore(ExperienceStore):
     def advance(self, durable_step: int) -> None:
         """A checkpoint covers this step, in every open table; see `ExperienceStore.advance`."""
         for one in self._tables.values():
-            while self._link.call("advance", one.prefix, durable_step)[1] > 0:
+            while self._link.call("advance", one.target, durable_step)[1] > 0:
                 pass
 
     def expire(self) -> int:
         """Return rows of expired leases; see `ExperienceStore.expire`. Returns the number of leases."""
         total = 0
         for one in self._tables.values():
-            while leases := int(self._link.call("expire", one.prefix)[1]):
+            while leases := int(self._link.call("expire", one.target)[1]):
                 total += leases
         return total
 
@@ -520,7 +537,7 @@ class RedisStore(ExperienceStore):
         args: list[Argument] = []
         for where, rate in zip(ranges, priorities, strict=True):
             args += [where.chunk, where.first, where.count, repr(float(rate))]
-        reply = self._link.call("prioritize", one.prefix, one.layout.stage_index(stage), *args)
+        reply = self._link.call("prioritize", one.target, one.layout.stage_index(stage), *args)
         if reply[0] == "units":
             raise UsageError(
                 subject, got=f"a part of a unit of chunk '{reply[1].decode()}'", expected="whole units"
@@ -531,7 +548,7 @@ class RedisStore(ExperienceStore):
         one = self._open(table)
         stages = ["", *(stage.name for stage in one.layout.table.stages)]
         letters: list[DeadLetter] = []
-        for member, at_ms, why in self._link.call("dead_letters", one.prefix)[1]:
+        for member, at_ms, why in self._link.call("dead_letters", one.target)[1]:
             chunk, first, count, stage = member.decode().rsplit(":", 3)
             where = RowRange(chunk, int(first), int(count))
             reason = ""
@@ -558,7 +575,7 @@ class RedisStore(ExperienceStore):
         stage = one.layout.stage_index(letter.stage) if letter.stage else 0
         where = letter.range
         member = f"{where.chunk}:{where.first}:{where.count}:{stage}"
-        reply = self._link.call("bury", one.prefix, member, again, _label("dead", letter.reason))
+        reply = self._link.call("bury", one.target, member, again, _label("dead", letter.reason))
         if reply[0] == "leased":
             raise UsageError(
                 f"retry of {where.count} rows of chunk '{where.chunk}'",
@@ -588,13 +605,13 @@ class RedisStore(ExperienceStore):
         for interest in interests:
             one = self._open(interest.table)
             index = one.layout.stage_index(interest.stage)
-            wanted.setdefault(one.prefix, []).extend((index, interest.rows, int(interest.or_settled)))
+            wanted.setdefault(one.target, []).extend((index, interest.rows, int(interest.or_settled)))
         return self._row_waiter.wait(wanted, timeout_s=timeout_s, wake_fd=wake_fd)
 
     def counts(self, table: str) -> TableCounts:
         """The table's counters; see `ExperienceStore.counts`."""
         one = self._open(table)
-        _, packed, ended = self._link.call("counts", one.prefix)
+        _, packed, ended = self._link.call("counts", one.target)
         state = [int(value) if value < 2**53 else 0 for value in struct.unpack(f"<{len(packed) // 8}d", packed)]
         names = [stage.name for stage in one.layout.table.stages]
 
@@ -623,7 +640,7 @@ class RedisStore(ExperienceStore):
         """Live leases; see `ExperienceStore.leases`."""
         one = self._open(table)
         stages = ["", *(stage.name for stage in one.layout.table.stages)]
-        lines = self._link.call("leases", one.prefix)[1]
+        lines = self._link.call("leases", one.target)[1]
         return [
             Lease(lease.decode(), stages[index], worker.decode(), rows, left_ms / 1000)
             for lease, index, worker, rows, left_ms, *_ in lines
@@ -632,7 +649,7 @@ class RedisStore(ExperienceStore):
     def verify(self, table: str) -> list[str]:
         """Broken invariants; see `ExperienceStore.verify`."""
         one = self._open(table)
-        return verifying.verify(self, self._client, self._link, one.layout, one.prefix)
+        return verifying.verify(self, self._client, self._link, one.layout, one.prefix, one.target)
 
     def waiting(self) -> list[Waiting]:
         """Everybody who waits on the open tables; `since_s` is how long already."""
@@ -640,7 +657,7 @@ class RedisStore(ExperienceStore):
         for name, one in self._tables.items():
             counts = self.counts(name)
             stages = ["", *(stage.name for stage in one.layout.table.stages)]
-            for _, worker, waited_ms, _, *interests in self._link.call("waiting", one.prefix)[1]:
+            for _, worker, waited_ms, _, *interests in self._link.call("waiting", one.target)[1]:
                 for k in range(0, len(interests), 3):
                     index, rows, third = interests[k : k + 3]
                     what = f"{rows} ready rows" + (", or none left to come" if third else "")
@@ -651,7 +668,7 @@ class RedisStore(ExperienceStore):
     def close(self) -> None:
         """Close the connections (not those of a client that was given)."""
         ended = [
-            ("forget", one.prefix, *(f"{one.client}.{slot}" for slot in one.slots)) for one in self._tables.values()
+            ("forget", one.prefix, *(f"{self._name}.{slot}" for slot in one.slots)) for one in self._tables.values()
         ]
         self._link.attempt(ended)
         self._row_waiter.close()

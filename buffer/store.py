@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import msgspec
 import pyarrow as pa
 
 from rlmq.common.columns import Column
@@ -123,8 +124,7 @@ class Facts:
     tag: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RowRange:
+class RowRange(msgspec.Struct, frozen=True):
     """`count` rows of one chunk from index `first`.
 
     `delivery` is 1 the first time they are claimed; `use` counts how often they were trained on before.

@@ -22,14 +22,16 @@ _AT_ONCE = 128
 _CLASSES = {"w": "waiting", "c": "waiting", "r": "ready", "l": "leased", "a": "past", "s": "past"}
 
 
-def verify(store: ExperienceStore, client: redis.Redis, link: Link, layout: Layout, prefix: str) -> list[str]:
+def verify(
+    store: ExperienceStore, client: redis.Redis, link: Link, layout: Layout, prefix: str, target: str
+) -> list[str]:
     """Every broken invariant, as a sentence.
 
     A table that changes while it is looked at is looked at again; when it never holds still, what depends on
     several records is left out and said so.
     """
     for _ in range(_ATTEMPTS):
-        found, moved = _look(store, client, link, layout, prefix)
+        found, moved = _look(store, client, link, layout, prefix, target)
         if not moved:
             return found.broken
         time.sleep(_PAUSE_S)
@@ -47,24 +49,24 @@ class _Look:
 
 
 def _look(
-    store: ExperienceStore, client: redis.Redis, link: Link, layout: Layout, prefix: str
+    store: ExperienceStore, client: redis.Redis, link: Link, layout: Layout, prefix: str, target: str
 ) -> tuple[_Look, bool]:
     look = _Look()
-    commits = _commits(link, prefix)
+    commits = _commits(link, target)
     chunks = _names(client, prefix + TABLE_SUFFIXES["chunk"])
     held: set[str] = set()
     while some := list(itertools.islice(chunks, _AT_ONCE)):
-        for chunk in link.call("chunks", prefix, *(name for name in some if name not in held))[2]:
+        for chunk in link.call("chunks", target, *(name for name in some if name not in held))[2]:
             held.add(chunk[0].decode())
             _look_at_chunk(look, layout, chunk)
     _look_at_counts(look, store, layout)
-    _look_at_leases(look, link, layout, prefix)
+    _look_at_leases(look, link, layout, target)
     _look_at_payload(look, client, prefix)
-    return look, _commits(link, prefix) != commits
+    return look, _commits(link, target) != commits
 
 
-def _commits(link: Link, prefix: str) -> int:
-    return int(link.call("chunks", prefix)[1])
+def _commits(link: Link, target: str) -> int:
+    return int(link.call("chunks", target)[1])
 
 
 def _names(client: redis.Redis, start: str) -> Iterator[str]:
@@ -143,9 +145,9 @@ def _look_at_counts(look: _Look, store: ExperienceStore, layout: Layout) -> None
         look.broken.append(f"counts: a negative number of rows waits: {dict(counts.waiting)}")
 
 
-def _look_at_leases(look: _Look, link: Link, layout: Layout, prefix: str) -> None:
+def _look_at_leases(look: _Look, link: Link, layout: Layout, target: str) -> None:
     held: dict[tuple[int, str], set[int]] = {}
-    for lease, index, _, _, _, *flat in link.call("leases", prefix)[1]:
+    for lease, index, _, _, _, *flat in link.call("leases", target)[1]:
         for k in range(0, len(flat), 3):
             chunk, first, count = flat[k].decode(), flat[k + 1], flat[k + 2]
             rows = {row for a, n in look.leased.get((index, chunk), ()) for row in range(a, a + n)}

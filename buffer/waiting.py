@@ -13,14 +13,15 @@ from typing import Any
 
 import redis
 
-from rlmq.buffer.connection import Link
+from rlmq.buffer.connection import Link, function_call
 from rlmq.buffer.keys import wake_key
-from rlmq.buffer.library import function_name
 from rlmq.buffer.wire import Argument, Wire
 
 _GRACE_S = 1.0  # a blocked pop ends by itself; this long after its time-out the connection is given up
 _PAUSE_S = 0.05  # after a lost connection
-_Interests = Mapping[str, Sequence[int]]  # table prefix to (stage index or 0 for room, rows, settled or bytes)...
+_Interests = Mapping[
+    str, Sequence[int]
+]  # table (as `Link.call` takes it) to (stage index or 0 for room, rows, settled or bytes)...
 
 
 class Waiter:
@@ -61,7 +62,7 @@ class Waiter:
                     return not self._unregister(interests)
 
     def until(
-        self, prefix: str, call: Callable[[str, int, int], Sequence[Argument]], timeout_s: float
+        self, target: str, call: Callable[[str, int, int], Sequence[Argument]], timeout_s: float
     ) -> list[Any]:
         """Repeat a function that registers this waiter when it answers "none", until it answers something else.
 
@@ -74,36 +75,36 @@ class Waiter:
         with self._lock:
             start = time.monotonic()
             verb, *args = call(self._name, int(timeout_s * 1000) + 1000, 0)
-            reply = self._link.call(str(verb), prefix, *args)
+            reply = self._link.call(str(verb), target, *args)
             while reply[0] == "none":
                 waited_s = time.monotonic() - start
                 left_s = timeout_s - waited_s
                 if left_s <= 0:
-                    self._unregister({prefix: ()})
+                    self._unregister({target: ()})
                     return reply
                 due_ms = int(reply[-1])
                 sleep_s = left_s if due_ms < 0 else min(left_s, due_ms / 1000 + 0.002)
                 verb, *args = call(self._name, int(left_s * 1000) + 1000, max(1, int(waited_s * 1000)))
-                reply = self._pop_and_call(prefix, sleep_s, str(verb), args)
+                reply = self._pop_and_call(target, sleep_s, str(verb), args)
             return reply
 
-    def _pop_and_call(self, prefix: str, sleep_s: float, verb: str, args: Sequence[Argument]) -> list[Any]:
+    def _pop_and_call(self, target: str, sleep_s: float, verb: str, args: Sequence[Argument]) -> list[Any]:
         """Sleep for a token, then run the function, in one round trip."""
         wire = self._wire
         try:
             wire.timeout_s = sleep_s + _GRACE_S
             wire.send(
                 [
-                    ("BLPOP", wake_key(prefix, self._name), f"{max(sleep_s, 0.001):.3f}"),
-                    ("FCALL", function_name(verb), 1, prefix, *args),
+                    ("BLPOP", _wake_key(target, self._name), f"{max(sleep_s, 0.001):.3f}"),
+                    function_call(verb, target, *args),
                 ]
             )
             token, reply = wire.receive(), wire.receive()
         except (redis.ConnectionError, redis.TimeoutError, OSError):
             wire.disconnect()
-            return self._link.call(verb, prefix, *args)
+            return self._link.call(verb, target, *args)
         if isinstance(token, Exception) or isinstance(reply, Exception) or reply[0] == b"unknown":
-            return self._link.call(verb, prefix, *args)  # it knows what to do about it
+            return self._link.call(verb, target, *args)  # it knows what to do about it
         return [reply[0].decode(), *reply[1:]]
 
     def _register(self, interests: _Interests, left_s: float, waited_s: float) -> tuple[bool, float | None]:
@@ -124,7 +125,7 @@ class Waiter:
             return False if readable else None
         if sleep_s <= 0:
             return False if wake_fd is not None and select.select([wake_fd], [], [], 0)[0] else None
-        keys = [wake_key(prefix, self._name) for prefix in interests]
+        keys = [_wake_key(target, self._name) for target in interests]
         try:
             self._wire.send([("BLPOP", *keys, f"{max(sleep_s, 0.001):.3f}")])
             readable = self._readable(wake_fd, sleep_s + _GRACE_S)
@@ -168,3 +169,7 @@ class Waiter:
     def close(self) -> None:
         """Close the connection."""
         self._wire.disconnect()
+
+
+def _wake_key(target: str, waiter: str) -> str:
+    return wake_key(target.split(" ", 1)[0], waiter)

@@ -67,12 +67,12 @@ register('bury', function(keys, args)
   redis.call('ZREM', t.prefix .. KEY.dead, args[1])
   local rows
   if args[2] == '1' then
-    rows = move(t, chunk, first, count, 'retry', to_retried)
+    rows = move(t, chunk, {first, count}, 'retry', to_retried)
     t.ended[args[3]] = (t.ended[args[3]] or 0) - rows
     chunk.why = chunk.why .. table.concat({first, count, '', -1, ''}, US) .. RS
-    join(t, chunk, first, count)
+    join(t, chunk)
   else
-    rows = move(t, chunk, first, count, 'drop', to_dropped)
+    rows = move(t, chunk, {first, count}, 'drop', to_dropped)
   end
   t.state[DEAD] = t.state[DEAD] - rows
   commit(t)

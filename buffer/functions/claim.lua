@@ -1,7 +1,8 @@
 -- Claiming rows, reading where their payload is, and waiting.
 
-local MOST_RANGES = 256  -- a claim's ranges: a function's time is everybody's stall
-local AT_ONCE = 16       -- entries of the ready index looked at together
+-- Of a claim that may take less: a function's time is everybody's stall.
+local MOST_RANGES, MOST_CHUNKS = 256, 128
+local AT_FIRST, AT_ONCE = 4, 32  -- entries of the ready index looked at together
 
 -- The table after time has done its part: leases and groups that are over.
 local function open_now(keys)
@@ -16,7 +17,7 @@ end
 local function end_stale(t, chunk, i, version)
   local size, least, stale = unit_rows(chunk, t.stages[i]), version - t.stages[i].max_staleness, {}
   local at = t.config.pos[i]
-  each_run(chunk, 0, chunk.n, function(sig, made, from, rows)
+  each_run(chunk, all_rows(chunk), function(sig, made, from, rows)
     if made >= 0 and made < least and string.byte(sig, at) == 114 then
       for u = math.floor(from / size), math.floor((from + rows - 1) / size) do
         stale[u] = math.max(stale[u] or 0, version - made)
@@ -26,14 +27,14 @@ local function end_stale(t, chunk, i, version)
   for u, age in pairs(stale) do
     local reason = age .. ' versions old'
     local final = {state = 'stale', label = 'stale(' .. reason .. ')', reason = reason, step = -1}
-    end_rows(t, chunk, u * size, size, final, i, 0)
+    end_rows(t, chunk, {u * size, size}, final, i, 0)
   end
 end
 
 -- Ready runs among rows [first, first + count) as {chunk, first, count, delivery, use}, and their number of rows.
 local function ready_runs(t, chunk, i, first, count)
   local picks, rows, at = {}, 0, t.config.pos[i]
-  each_run(chunk, first, count, function(sig, _, from, some)
+  each_run(chunk, {first, count}, function(sig, _, from, some)
     if string.byte(sig, at) ~= 114 then return end
     picks[#picks + 1] = {chunk, from, some, string.byte(sig, at + 1) - FIRST + 1, string.byte(sig, 2) - FIRST}
     rows = rows + some
@@ -77,31 +78,33 @@ local function take(t, chunk, i, first, count, size, want)
 end
 
 local function collect(t, i, want, version)
-  local stage, key, from = t.stages[i], t.prefix .. KEY.ready .. i, 0
-  local stale = version and stage.max_staleness
+  local stage, key, from, at_once, chunks = t.stages[i], t.prefix .. KEY.ready .. i, 0, AT_FIRST, 0
+  local stale, last = version and stage.max_staleness, nil
   while true do
-    local found = redis.call('ZRANGE', key, from, from + AT_ONCE - 1, 'WITHSCORES')
-    for k = 1, #found, 2 do
-      local id, first, count, size = found[k], 0, nil, nil
-      local chunk
-      if stage.by_unit then
-        local u
-        id, u = string.match(id, '^(.*)#(%d+)$')
-        chunk = chunk_of(t, id)
-        size = unit_rows(chunk, stage)
-        first, count = u * size, size
-      else
-        chunk = chunk_of(t, id)
-        size, count = unit_rows(chunk, stage), chunk.n
-      end
+    local found = stage.by_unit and redis.call('ZRANGE', key, from, from + at_once - 1, 'WITHSCORES')
+      or redis.call('ZRANGE', key, from, from + at_once - 1)
+    local step, units = stage.by_unit and 2 or 1, {}
+    local ids = found
+    if stage.by_unit then
+      ids = {}
+      for k = 1, #found, 2 do ids[#ids + 1], units[#units + 1] = string.match(found[k], '^(.*)#(%d+)$') end
+    end
+    prefetch(t, ids)
+    for k, id in ipairs(ids) do
+      local chunk = chunk_of(t, id)
+      local size = unit_rows(chunk, stage)
+      local first, count = 0, chunk.n
+      if stage.by_unit then first, count = units[k] * size, size end
       if stale then end_stale(t, chunk, i, version) end
       if stage.scope == 'chunk' then want.room, want.most = chunk.n, chunk.n end
       local whole = take(t, chunk, i, first, count, size, want)
-      if stage.by_unit and want.got > 0 then want.clock = tonumber(found[k + 1]) end
+      if stage.by_unit and want.got > 0 then want.clock = tonumber(found[2 * k]) end
+      if id ~= last then chunks, last = chunks + 1, id end
       if not whole or want.room <= 0 or (stage.scope == 'chunk' and want.got > 0) then return end
+      if chunks >= MOST_CHUNKS and want.got >= want.least then return end
     end
-    if #found < 2 * AT_ONCE then return end
-    from = from + AT_ONCE
+    if #found < step * at_once then return end
+    from, at_once = from + at_once, AT_ONCE
   end
 end
 
@@ -127,8 +130,8 @@ end
 -- The answer of a claim that was repeated because its first answer was lost.
 local function told_again(t, held, units)
   local ranges, at = {}, t.config.pos[held.stage]
-  each_range(t, held, function(chunk, first, count)
-    each_run(chunk, first, count, function(sig, _, from, rows)
+  each_chunk(t, held.fields, 5, function(chunk, own)
+    each_run(chunk, own, function(sig, _, from, rows)
       for _, value in ipairs({chunk.id, from, rows, string.byte(sig, at + 1) - FIRST, string.byte(sig, 2) - FIRST}) do
         ranges[#ranges + 1] = value
       end
@@ -149,14 +152,15 @@ register('claim', function(keys, args)
   local stage, least = t.stages[i], tonumber(args[5])
   local held = lease_of(t, args[2])
   if held and not held.over then return told_again(t, held, units) end
-  local want = {picks = {}, got = 0, room = tonumber(args[4]), most = tonumber(args[4]), ranges = MOST_RANGES, tokens = number_or_nil(args[6])}
-  if stage.scope == 'batch' then want.ranges = math.max(MOST_RANGES, want.room) end
+  local want = {picks = {}, got = 0, room = tonumber(args[4]), most = tonumber(args[4]), least = least, ranges = MOST_RANGES, tokens = number_or_nil(args[6])}
+  if least > MOST_RANGES or stage.scope == 'batch' then want.ranges = math.max(MOST_RANGES, want.room) end
   if claimable(t, i, least) then
     want.room = math.min(want.room, allowed_rows(t, i))
     collect(t, i, want, number_or_nil(args[7]))
+    if args[7] ~= '' and not claimable(t, i, least) then want.got = 0 end  -- what was stale is not there any more
   end
   if want.large then return {'large', want.large} end
-  if want.got == 0 or (stage.scope ~= 'chunk' and want.got < math.min(least, MOST_RANGES)) then
+  if want.got == 0 or (stage.scope ~= 'chunk' and want.got < least) then
     if args[8] ~= '' then
       add_waiter(t, args[8], args[3], tonumber(args[9]), tonumber(args[10]), {i, least, 0})
     end
@@ -167,21 +171,21 @@ register('claim', function(keys, args)
   local due = t.now + stage.lease_ms
   local ranges, record = {}, {tonumber(serial), due, i, args[3]}
   for _, pick in ipairs(want.picks) do
-    local chunk, first, count = pick[1], pick[2], pick[3]
-    move(t, chunk, first, count, 'lease' .. i, to_leased, i)
-    local k, f = #ranges, #record
-    ranges[k + 1], ranges[k + 2], ranges[k + 3], ranges[k + 4], ranges[k + 5] = chunk.id, first, count, pick[4], pick[5]
-    if record[f - 2] == chunk.id and record[f - 1] + record[f] == first then
+    local k, f, id, first, count = #ranges, #record, pick[1].id, pick[2], pick[3]
+    ranges[k + 1], ranges[k + 2], ranges[k + 3], ranges[k + 4], ranges[k + 5] = id, first, count, pick[4], pick[5]
+    if record[f - 2] == id and record[f - 1] + record[f] == first then
       record[f] = record[f] + count
     else
-      record[f + 1], record[f + 2], record[f + 3] = chunk.id, first, count
+      record[f + 1], record[f + 2], record[f + 3] = id, first, count
     end
   end
+  each_chunk(t, record, 5, function(chunk, own) move(t, chunk, own, 'lease' .. i, to_leased, i) end)
   add_to(t, i, TAKEN, want.got)
   if stage.samples_per_insert then t.roomier = true end
   if want.clock then t.state[t.config.base[i] + CLOCK] = math.max(want.clock, stage_state(t, i, CLOCK)) end
   redis.call('HSET', t.prefix .. KEY.leases, slot, cmsgpack.pack(record))
   if due < t.state[DUE] then t.state[DUE] = due end
+  if tonumber(args[10]) > 0 then drop_waiter(t, args[8]) end
   local reply = claim_reply(t, ranges, units)
   commit(t)
   return reply
@@ -194,6 +198,7 @@ register('locate', function(keys, args)
   local units, chunks = {}, {}
   local split = 1 + tonumber(args[1])
   for k = 2, split do units[#units + 1] = tonumber(args[k]) end
+  prefetch(t, {unpack(args, split + 1)})
   for k = split + 1, #args do
     local chunk = chunk_of(t, args[k])
     chunks[#chunks + 1] = chunk and whereabouts(chunk, units) or {args[k], 0}

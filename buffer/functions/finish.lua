@@ -21,7 +21,7 @@ end
 register('ack', function(keys, args)
   return under_lease(keys, args, function(t, held)
     end_lease(t, held, args[2])
-    each_range(t, held, function(chunk, first, count) ack_rows(t, chunk, held.stage, first, count) end)
+    each_chunk(t, held.fields, 5, function(chunk, ranges) ack_rows(t, chunk, held.stage, ranges) end)
   end)
 end, 'allow-oom')
 
@@ -29,8 +29,8 @@ end, 'allow-oom')
 register('give_back', function(keys, args)
   return under_lease(keys, args, function(t, held)
     end_lease(t, held, args[2])
-    each_range(t, held, function(chunk, first, count)
-      give_back(t, chunk, held.stage, first, count, args[3] == '1', {args[4], args[5]})
+    each_chunk(t, held.fields, 5, function(chunk, ranges)
+      give_back(t, chunk, held.stage, ranges, args[3] == '1', {args[4], args[5]})
     end)
   end)
 end, 'allow-oom')
@@ -48,43 +48,67 @@ end, 'allow-oom')
 -- Rows that this lease does not hold any more are left alone. No ranges: all rows of the claim.
 register('finish', function(keys, args)
   return under_lease(keys, args, function(t, held)
-    local i, at = held.stage, t.config.pos[held.stage]
+    local i = held.stage
     local final = {state = args[3], label = args[4], reason = args[5], step = tonumber(args[6])}
-    local some = held
+    local some, from = held.fields, 5
     if #args > 6 then
-      some = {fields = {0, 0, 0, 0}}
+      some, from = {}, 1
       for k = 7, #args, 3 do
-        local f = some.fields
-        f[#f + 1], f[#f + 2], f[#f + 3] = args[k], tonumber(args[k + 1]), tonumber(args[k + 2])
+        some[#some + 1], some[#some + 2], some[#some + 3] = args[k], tonumber(args[k + 1]), tonumber(args[k + 2])
       end
     end
-    each_range(t, some, function(chunk, first, count)
+    each_chunk(t, some, from, function(chunk, ranges)
       if t.stages[i].ended then
-        ack_rows(t, chunk, i, first, count)
+        ack_rows(t, chunk, i, ranges)
         return
       end
-      local mine = {}
-      each_run(chunk, first, count, function(sig, _, from, rows)
-        if string.byte(sig, at) == 108 then mine[#mine + 1] = {from, rows, string.byte(sig, 2) - FIRST} end
-      end)
-      for _, run in ipairs(mine) do
-        if final.state == 'trained' then
-          use_rows(t, chunk, run[1], run[2], i, final.step, run[3])
-        else
-          end_rows(t, chunk, run[1], run[2], final, i, 0)
-        end
+      local mine, uses = leased_rows(t, chunk, i, ranges), {}
+      if final.state ~= 'trained' then
+        end_rows(t, chunk, mine, final, i, 0)
+        return
       end
+      each_run(chunk, mine, function(sig, _, first, rows)
+        local use = string.byte(sig, 2) - FIRST
+        uses[use] = uses[use] or {}
+        table.insert(uses[use], first)
+        table.insert(uses[use], rows)
+      end)
+      for use, list in pairs(uses) do use_rows(t, chunk, list, i, final.step, use) end
     end)
     local over = true
-    each_range(t, held, function(chunk, first, count)
-      each_run(chunk, first, count, function(sig)
-        if string.byte(sig, at) == 108 then over = false end
-      end)
+    each_chunk(t, held.fields, 5, function(chunk, ranges)
+      if leased_rows(t, chunk, i, ranges)[1] then over = false end
     end)
     if over then end_lease(t, held, args[2]) end
     return {'ok', over and 1 or 0}
   end)
 end, 'allow-oom')
+
+-- Take away the leases of stage i that name rows which are redone: {chunk, producer, sequence, first, count, use}... in `args`
+-- from `at` on. Returns their records.
+local function take_leases(t, i, args, at)
+  local redone, found = {}, {}
+  for k = at, #args, 6 do
+    redone[args[k]] = redone[args[k]] or {}
+    table.insert(redone[args[k]], {tonumber(args[k + 3]), tonumber(args[k + 3]) + tonumber(args[k + 4])})
+  end
+  local function overlaps(f)
+    for r = 5, #f, 3 do
+      for _, one in ipairs(redone[f[r]] or {}) do
+        if f[r + 1] < one[2] and one[1] < f[r + 1] + f[r + 2] then return true end
+      end
+    end
+  end
+  local all = redis.call('HGETALL', t.prefix .. KEY.leases)
+  for k = 1, #all, 2 do
+    local f = cmsgpack.unpack(all[k + 1])
+    if f[2] > 0 and f[3] == i and overlaps(f) then
+      redis.call('HDEL', t.prefix .. KEY.leases, all[k])
+      found[#found + 1] = f
+    end
+  end
+  return found
+end
 
 -- finish_logged(stage index, step, {chunk, producer, sequence, first, count, use}...): {"ok"}, or {"conflict", chunk} when the
 -- rows ended otherwise. Freed chunks are past; rows of chunks that are still to come are noted.
@@ -96,17 +120,18 @@ register('finish_logged', function(keys, args)
   for k = 3, #args, 6 do
     local chunk = chunk_of(t, args[k])
     if chunk then
-      each_run(chunk, tonumber(args[k + 3]), tonumber(args[k + 4]), function(sig)
+      each_run(chunk, {tonumber(args[k + 3]), tonumber(args[k + 4])}, function(sig)
         if not string.find(sig, '^[otT]') then conflict = args[k] end
       end)
     end
   end
   if conflict then return {'conflict', conflict} end
+  local taken = t.config.max_uses > 1 and take_leases(t, stage, args, 3) or {}  -- else the rows end, and the lease is harmless
   for k = 3, #args, 6 do
     local chunk = chunk_of(t, args[k])
     local first, count, use = tonumber(args[k + 3]), tonumber(args[k + 4]), tonumber(args[k + 5])
     if chunk then
-      use_rows(t, chunk, first, count, stage, step, use)
+      use_rows(t, chunk, {first, count}, stage, step, use)
     else
       local mark = redis.call('HGET', t.prefix .. KEY.marks, args[k + 1])
       if not mark or tonumber(mark) < tonumber(args[k + 2]) then
@@ -115,6 +140,10 @@ register('finish_logged', function(keys, args)
         if not string.find(noted, note, 1, true) then redis.call('HSET', at, args[k], noted .. note) end
       end
     end
+  end
+  for _, f in ipairs(taken) do
+    local reason = {'dead(worker ended)', 'worker ended\nand another one redid its batch; last worker ' .. f[4]}
+    each_chunk(t, f, 5, function(chunk, ranges) give_back(t, chunk, stage, ranges, true, reason) end)
   end
   commit(t)
   return {'ok'}
@@ -130,7 +159,7 @@ register('advance', function(keys, args)
   for _, member in ipairs(members) do
     local id, first, count = string.match(member, '^(.*):(%d+):(%d+)$')
     local chunk = chunk_of(t, id)
-    if chunk then move(t, chunk, tonumber(first), tonumber(count), 'durable', to_durable) end
+    if chunk then move(t, chunk, {tonumber(first), tonumber(count)}, 'durable', to_durable) end
   end
   if #members > 0 then redis.call('ZREM', at, unpack(members)) end
   commit(t)
@@ -147,7 +176,7 @@ register('expire', function(keys)
   return {'ok', leases}
 end, 'allow-oom')
 
--- recover(worker, number of the client that asks): gives back what earlier processes of this worker hold, counted.
+-- recover(worker, client that asks): gives back what earlier processes of this worker hold, counted.
 -- {"ok", leases}.
 register('recover', function(keys, args)
   local t = open_table(keys)
@@ -155,13 +184,11 @@ register('recover', function(keys, args)
   local all, leases = redis.call('HGETALL', t.prefix .. KEY.leases), 0
   for k = 1, #all, 2 do
     local f = cmsgpack.unpack(all[k + 1])
-    if f[2] > 0 and f[4] == args[1] and string.match(all[k], '^%d+') ~= args[2] then
+    if f[2] > 0 and f[4] == args[1] and string.match(all[k], '^[^.]+') ~= args[2] then
       redis.call('HDEL', t.prefix .. KEY.leases, all[k])
       leases = leases + 1
       local reason = {'dead(worker ended)', 'worker ended\nwhile it held the row; last worker ' .. f[4]}
-      each_range(t, {fields = f}, function(chunk, first, count)
-        give_back(t, chunk, f[3], first, count, true, reason)
-      end)
+      each_chunk(t, f, 5, function(chunk, ranges) give_back(t, chunk, f[3], ranges, true, reason) end)
     end
   end
   commit(t)

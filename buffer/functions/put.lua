@@ -8,21 +8,21 @@ local function same_shape(a, b)
     and a.selector == b.selector
 end
 
--- open(schema fingerprint, random number, worker, columns, limits, stage...): create the table or compare; new stages are
--- added. The number names this state of the configuration. Replies {"ok", number of the client, {columns, limits, stage...},
--- {index of each added stage...}}, {"schema", theirs} or {"shape", name of the stage}.
+-- open(schema fingerprint, random number, client, worker, columns, limits, stage...): create the table or compare; new
+-- stages are added. The number names this state of the configuration. Replies {"ok", {columns, limits, stage...}, {index of
+-- each added stage...}}, {"schema", theirs} or {"shape", name of the stage}.
 register('open', function(keys, args)
   local prefix = keys[1]
   local packed, known, added = redis.call('GET', prefix .. KEY.config), {}, {}
-  local blobs, changed = {args[4], args[5]}, false
+  local blobs, changed = {args[5], args[6]}, false
   if packed then
     blobs = cmsgpack.unpack(packed)
     local theirs = cmsgpack.unpack(blobs[1]).schema
     if theirs ~= args[1] then return {'schema', theirs} end
-    if blobs[2] ~= args[5] then blobs[2], changed = args[5], true end
+    if blobs[2] ~= args[6] then blobs[2], changed = args[6], true end
     for k = 3, #blobs do known[cmsgpack.unpack(blobs[k]).name] = k end
   end
-  for k = 6, #args do
+  for k = 7, #args do
     local stage = cmsgpack.unpack(args[k])
     local at = known[stage.name]
     if not at then
@@ -47,11 +47,8 @@ register('open', function(keys, args)
     redis.call('SET', prefix .. KEY.config, cmsgpack.pack(blobs))
     redis.call('SET', prefix .. KEY.state, struct.pack('<' .. string.rep('d', fields), unpack(state, 1, fields)))
   end
-  local t = open_table(keys)
-  t.state[CLIENTS] = t.state[CLIENTS] + 1
-  redis.call('HSET', prefix .. KEY.clients, t.state[CLIENTS], args[3])
-  commit(t)
-  return {'ok', t.state[CLIENTS], blobs, added}
+  redis.call('HSET', prefix .. KEY.clients, args[3], args[4])
+  return {'ok', blobs, added}
 end, 'allow-oom')
 
 -- attach(): {"ok", {columns, limits, stage...}}.
@@ -69,12 +66,12 @@ register('adopt', function(keys, args)
     local chunk = chunk_of(t, id)
     if chunk then
       chunk.dirty = true
-      move(t, chunk, 0, chunk.n, 'settle', to_settled)
-      join(t, chunk, 0, chunk.n)
+      move(t, chunk, all_rows(chunk), 'settle', to_settled)
+      join(t, chunk)
       for i, stage in ipairs(t.stages) do
         local at = t.config.pos[i]
         if stage.min_batch > 1 and (has(chunk.runs, at, 119) or has(chunk.runs, at, 99)) then
-          redis.call('ZADD', t.prefix .. KEY.open .. i, chunk.ordinal, id)
+          zadd(t, t.prefix .. KEY.open .. i, chunk.ordinal, id)
         end
       end
     end
@@ -89,7 +86,7 @@ local PIECE = 6
 local function refuse(keys, args, at, reply)
   local names = {}
   for k = at, #args, PIECE do names[#names + 1] = keys[1] .. KEY.payload .. args[k] .. '/' .. args[k + 3] .. '.' .. args[k + 5] end
-  unlink(nil, names)
+  unlink(names)
   return reply
 end
 
@@ -101,35 +98,41 @@ local function drop_unreferenced(t, args, at)
     local held = chunk and string.find(';' .. chunk.pieces[unit], ';' .. name .. ':', 1, true)
     if not held then names[#names + 1] = payload_key(t, args[k], unit .. '.' .. name) end
   end
-  unlink(t, names)
+  unlink(names)
 end
 
--- Enter the piece in the chunk: what it replaces wholly is unlinked, rows have its columns from now on.
-local function add_piece(t, chunk, first, count, unit, bytes, name, version, tag)
-  local pieces = chunk.pieces[unit]
-  if pieces ~= '' then
-    local kept, replaced = {}, {}
-    for entry in string.gmatch(pieces, '[^;]+') do
-      local theirs, from, rows, size = string.match(entry, '^([^:]*):(%d+):(%d+):(%d+)')
-      from, rows = tonumber(from), tonumber(rows)
-      if theirs == name then
-        bytes = bytes - tonumber(size)
-      elseif from >= first and from + rows <= first + count then
-        replaced[#replaced + 1] = payload_key(t, chunk.id, unit .. '.' .. theirs)
-        bytes = bytes - tonumber(size)
-      else
-        kept[#kept + 1] = entry .. ';'
-      end
+-- Enter pieces {first, count, bytes, name}... of one unit in the chunk, in order of their rows: what they replace wholly is
+-- unlinked, their rows have the unit's columns from now on.
+local function enter(t, chunk, unit, pieces, version, tag)
+  local kept, replaced, ranges, bytes = {}, {}, {}, 0
+  for entry in string.gmatch(chunk.pieces[unit], '[^;]+') do
+    local theirs, from, rows, size = string.match(entry, '^([^:]*):(%d+):(%d+):(%d+)')
+    from, rows = tonumber(from), tonumber(rows)
+    local gone, same = false, false
+    for _, piece in ipairs(pieces) do
+      if piece[4] == theirs then same = true end
+      if from >= piece[1] and from + rows <= piece[1] + piece[2] then gone = true end
     end
-    unlink(t, replaced)
-    pieces = table.concat(kept)
+    if gone or same then
+      bytes = bytes - tonumber(size)
+      if not same then replaced[#replaced + 1] = payload_key(t, chunk.id, unit .. '.' .. theirs) end
+    else
+      kept[#kept + 1] = entry .. ';'
+    end
   end
-  local entry = {name, first, count, bytes, t.now - chunk.at, version, tag}
-  chunk.pieces[unit] = pieces .. table.concat(entry, ':') .. ';'
+  unlink(replaced)
+  for _, piece in ipairs(pieces) do
+    local entry = {piece[4], piece[1], piece[2], piece[3], t.now - chunk.at, version, tag}
+    kept[#kept + 1] = table.concat(entry, ':') .. ';'
+    bytes = bytes + piece[3]
+    local n = #ranges
+    ranges[n + 1], ranges[n + 2] = piece[1], piece[2]
+  end
+  chunk.pieces[unit] = table.concat(kept)
   chunk.bytes = chunk.bytes + bytes
   chunk.dirty = true
   t.state[BYTES] = t.state[BYTES] + bytes
-  move(t, chunk, first, count, 'unit' .. unit, to_present, unit)
+  move(t, chunk, ranges, 'unit' .. unit, to_present, unit)
 end
 
 -- The ordinary stage with most rows to do: it must drain when the table is full.
@@ -149,29 +152,30 @@ local function end_logged(t, chunk)
   if not noted then return end
   redis.call('HDEL', at, chunk.id)
   for stage, first, count, use, step in string.gmatch(noted, '(%d+):(%d+):(%d+):(%d+):(%d+);') do
-    use_rows(t, chunk, tonumber(first), tonumber(count), tonumber(stage), tonumber(step), tonumber(use))
+    use_rows(t, chunk, {tonumber(first), tonumber(count)}, tonumber(stage), tonumber(step), tonumber(use))
   end
 end
 
--- put(schema fingerprint, producer, sequence, chunk, rows, group size, 1 to close, version, tokens, tag, pieces...):
--- {"ok", live rows}, {"known"}, {"schema", theirs}, or {"full", limit, value, most, stage, rows to do}.
+-- put(schema fingerprint, producer, sequence, the client's last one, chunk, rows, group size, 1 to close, version, tokens, tag, pieces...):
+-- {"ok", live rows}, {"known"}, {"schema", theirs}, {"older", last sequence known}, or {"full", limit, value, most, stage, rows to do}.
 register('put', function(keys, args)
   local t = open_table(keys)
-  if not t then return refuse(keys, args, 11, {'unknown'}) end
-  if t.config.schema ~= args[1] then return refuse(keys, args, 11, {'schema', t.config.schema}) end
-  local sequence, id, rows = tonumber(args[3]), args[4], tonumber(args[5])
+  if not t then return refuse(keys, args, 12, {'unknown'}) end
+  if t.config.schema ~= args[1] then return refuse(keys, args, 12, {'schema', t.config.schema}) end
+  local sequence, id, rows = tonumber(args[3]), args[5], tonumber(args[6])
   local mark = redis.call('HGET', t.prefix .. KEY.marks, args[2])
   if mark and tonumber(mark) >= sequence then
-    drop_unreferenced(t, args, 11)
+    drop_unreferenced(t, args, 12)
     return {'known'}
   end
+  if args[4] ~= '' and args[4] ~= mark then return refuse(keys, args, 12, {'older', mark or 'none'}) end
   local bytes = 0
-  for k = 11, #args, PIECE do bytes = bytes + tonumber(args[k + 4]) end
+  for k = 12, #args, PIECE do bytes = bytes + tonumber(args[k + 4]) end
   local limit = put_limit(t, rows, bytes)
   if limit then
     local stage, todo = slowest_stage(t)
     local value, most = string.format('%.17g', limit[2]), string.format('%.17g', limit[3])
-    return refuse(keys, args, 11, {'full', limit[1], value, most, stage, todo})
+    return refuse(keys, args, 12, {'full', limit[1], value, most, stage, todo})
   end
   redis.call('HSET', t.prefix .. KEY.marks, args[2], args[3])
   local state, config = t.state, t.config
@@ -181,16 +185,16 @@ register('put', function(keys, args)
   for j = 1, #config.units do pieces[j] = '' end
   local sig = 'o0' .. string.rep('0', #config.units) .. string.rep('w0', #t.stages)
   local chunk = {
-    id = id, n = rows, group = tonumber(args[6]), ordinal = state[ORDINAL], bytes = 0, at = t.now, last = -1, why = '',
-    tokens = args[9], pieces = pieces, runs = {rows, number_or_nil(args[8]) or -1, sig}, before = NONE,
+    id = id, n = rows, group = tonumber(args[7]), ordinal = state[ORDINAL], bytes = 0, at = t.now, last = -1, why = '',
+    tokens = args[10], pieces = pieces, runs = {rows, number_or_nil(args[9]) or -1, sig}, before = NONE,
   }
   t.chunks[id] = chunk
   t.order[#t.order + 1] = chunk
-  for k = 11, #args, PIECE do
-    add_piece(t, chunk, 0, rows, tonumber(args[k + 3]), tonumber(args[k + 4]), args[k + 5], args[8], args[10])
+  for k = 12, #args, PIECE do
+    enter(t, chunk, tonumber(args[k + 3]), {{0, rows, tonumber(args[k + 4]), args[k + 5]}}, args[9], args[11])
   end
-  join(t, chunk, 0, rows)
-  if args[7] == '1' then state[CLOSED] = state[ORDINAL] end
+  join(t, chunk)
+  if args[8] == '1' then state[CLOSED] = state[ORDINAL] end
   end_logged(t, chunk)
   commit(t)
   return {'ok', live_rows(t)}
@@ -229,30 +233,41 @@ register('write', function(keys, args)
     commit(t)
     return refuse(keys, args, 7, {'fenced'})
   end
-  local orphans, version = {}, number_or_nil(args[4])
-  for k = 7, #args, PIECE do
-    local chunk = chunk_of(t, args[k])
-    local unit, name = tonumber(args[k + 3]), args[k + 5]
-    if chunk then
-      local first, count = tonumber(args[k + 1]), tonumber(args[k + 2])
-      add_piece(t, chunk, first, count, unit, tonumber(args[k + 4]), name, args[4], args[6])
-    else
-      orphans[#orphans + 1] = payload_key(t, args[k], unit .. '.' .. name)
-    end
-  end
-  unlink(t, orphans)
-  local at = 0
+  local orphans, version, entries, order, ids = {}, number_or_nil(args[4]), {}, {}, {}
   local f = held.fields
-  for k = 5, #f, 3 do
-    local chunk, first, count = chunk_of(t, f[k]), f[k + 1], f[k + 2]
-    if chunk then
-      if version then set_version(chunk, first, count, version) end
-      if args[5] ~= '' then set_tokens(chunk, first, string.sub(args[5], 4 * at + 1, 4 * (at + count))) end
-      if args[3] == '1' then ack_rows(t, chunk, held.stage, first, count) end
-      join(t, chunk, first, count)
+  for k = 5, #f, 3 do ids[#ids + 1] = f[k] end
+  prefetch(t, ids)
+  for k = 7, #args, PIECE do
+    local id, unit, name = args[k], tonumber(args[k + 3]), args[k + 5]
+    if chunk_of(t, id) then
+      local at = unit .. '.' .. id
+      if not entries[at] then
+        entries[at] = {}
+        order[#order + 1] = {id, unit, entries[at]}
+      end
+      table.insert(entries[at], {tonumber(args[k + 1]), tonumber(args[k + 2]), tonumber(args[k + 4]), name})
+    else
+      orphans[#orphans + 1] = payload_key(t, id, unit .. '.' .. name)
     end
-    at = at + count
   end
+  unlink(orphans)
+  for _, one in ipairs(order) do
+    table.sort(one[3], function(a, b) return a[1] < b[1] end)
+    enter(t, chunk_of(t, one[1]), one[2], one[3], args[4], args[6])
+  end
+  if args[5] ~= '' then
+    local at = 0
+    for k = 5, #f, 3 do
+      local chunk, count = chunk_of(t, f[k]), f[k + 2]
+      if chunk then set_tokens(chunk, f[k + 1], string.sub(args[5], 4 * at + 1, 4 * (at + count))) end
+      at = at + count
+    end
+  end
+  each_chunk(t, f, 5, function(chunk, ranges)
+    if version then set_version(chunk, ranges, version) end
+    if args[3] == '1' then ack_rows(t, chunk, held.stage, ranges) end
+    join(t, chunk)
+  end)
   if args[3] == '1' then end_lease(t, held, args[2]) end
   commit(t)
   return {'ok'}

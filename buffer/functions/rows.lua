@@ -15,7 +15,7 @@ local function settled(config, sig)
         for _, j in ipairs(stage.units) do
           if string.byte(sig, 2 + j) ~= 49 then there = false end
         end
-        if there then sig = with(sig, at, (stage.scope == 'group' or stage.scope == 'chunk') and 'c' or 'r') end
+        if there then sig = with(sig, at, stage.grouped and 'c' or 'r') end
       end
     end
   end
@@ -113,25 +113,24 @@ end
 local function to_settled(config, sig) return settled(config, sig) end
 
 -- Complete units become ready when no live sibling still waits: ready + terminal = expected.
-local function join(t, chunk, first, count)
+local function join(t, chunk)
   for _, i in ipairs(t.config.grouped) do
     local at, stage = t.config.pos[i], t.stages[i]
     if #chunk.runs == 3 then
-      if string.byte(chunk.runs[3], at) == 99 then move(t, chunk, 0, chunk.n, 'join' .. i, to_joined, i) end
+      if string.byte(chunk.runs[3], at) == 99 then move(t, chunk, all_rows(chunk), 'join' .. i, to_joined, i) end
     elseif has(chunk.runs, at, 99) or stage.group_deadline_ms then
       local size = unit_rows(chunk, stage)
       local complete, blocked = {}, {}
-      local from = math.floor(first / size) * size
-      local stop = math.min(chunk.n, math.ceil((first + count) / size) * size)
-      each_run(chunk, from, stop - from, function(sig, _, begin, rows)
+      each_run(chunk, all_rows(chunk), function(sig, _, begin, rows)
         local char = string.byte(sig, at)
         local set = char == 99 and complete or char == 119 and string.byte(sig, 1) == 111 and blocked
         if set then
           for u = math.floor(begin / size), math.floor((begin + rows - 1) / size) do set[u] = true end
         end
       end)
-      for u = from / size, (stop - 1) / size do
-        if complete[u] and not blocked[u] then move(t, chunk, u * size, size, 'join' .. i, to_joined, i) end
+      local joined = {}
+      for u = 0, chunk.n / size - 1 do
+        if complete[u] and not blocked[u] then joined[#joined + 1], joined[#joined + 2] = u * size, size end
         if stage.group_deadline_ms then
           local key, member = t.prefix .. KEY.groups .. i, chunk.id .. '#' .. u
           if complete[u] and blocked[u] then
@@ -143,19 +142,23 @@ local function join(t, chunk, first, count)
           end
         end
       end
+      if joined[1] then move(t, chunk, joined, 'join' .. i, to_joined, i) end
     end
   end
 end
 
 -- End live rows. `final` is {state, label, reason, step}; `i` the stage that ends them (0: none); `use` 1 when they were
 -- trained on just now. A row that was trained on before ends as trained whatever ends it.
-local function end_rows(t, chunk, first, count, final, i, use)
-  local runs = {}
-  each_run(chunk, first, count, function(sig, _, from, rows)
-    if string.byte(sig, 1) == 111 then runs[#runs + 1] = {from, rows, string.byte(sig, 2) - FIRST} end
+local function end_rows(t, chunk, ranges, final, i, use)
+  local by_uses = {}
+  each_run(chunk, ranges, function(sig, _, from, rows)
+    if string.byte(sig, 1) ~= 111 then return end
+    local uses = string.byte(sig, 2) - FIRST + use
+    local list = by_uses[uses] or {}
+    by_uses[uses] = list
+    list[#list + 1], list[#list + 2] = from, rows
   end)
-  for _, run in ipairs(runs) do
-    local from, rows, uses = run[1], run[2], run[3] + use
+  for uses, list in pairs(by_uses) do
     local state, label, step = final.state, final.label, final.step
     if uses > 0 then
       state, step = 'trained', math.max(step, chunk.last)
@@ -165,56 +168,60 @@ local function end_rows(t, chunk, first, count, final, i, use)
     local code = CODES[state]
     if code == 't' and step < t.state[DURABLE] then code = 'T' end
     if code == 'x' and t.config.max_dead_rows == 0 then code = 'X' end
-    move(t, chunk, from, rows, table.concat({'end', code, i, use}), to_ended, {code, i, use})
-    note_end(t, chunk, from, rows, state, label, step, final.reason)
-    local member = chunk.id .. ':' .. from .. ':' .. rows
-    if code == 't' then redis.call('ZADD', t.prefix .. KEY.trained, step, member) end
-    if code == 'x' then
-      redis.call('ZADD', t.prefix .. KEY.dead, t.now, member .. ':' .. i)
-      t.state[DEAD] = t.state[DEAD] + rows
+    move(t, chunk, list, table.concat({'end', code, i, use}), to_ended, {code, i, use})
+    for k = 1, #list, 2 do
+      local from, rows = list[k], list[k + 1]
+      note_end(t, chunk, from, rows, state, label, step, final.reason)
+      local member = chunk.id .. ':' .. from .. ':' .. rows
+      if code == 't' then redis.call('ZADD', t.prefix .. KEY.trained, step, member) end
+      if code == 'x' then
+        redis.call('ZADD', t.prefix .. KEY.dead, t.now, member .. ':' .. i)
+        t.state[DEAD] = t.state[DEAD] + rows
+      end
     end
   end
-  if #runs > 0 then join(t, chunk, first, count) end
+  if next(by_uses) then join(t, chunk) end
 end
 
 -- Stage i trained on rows for the (`use` + 1)-th time, in this step. Rows that were used more often already (a repeated
 -- redo) are left alone; the last use ends them.
-local function use_rows(t, chunk, first, count, i, step, use)
+local function use_rows(t, chunk, ranges, i, step, use)
   local again, last = {}, {}
-  each_run(chunk, first, count, function(sig, _, from, rows)
+  each_run(chunk, ranges, function(sig, _, from, rows)
     local uses = string.byte(sig, 2) - FIRST
     if string.byte(sig, 1) ~= 111 or uses > use then return end
     local list = uses + 1 < t.config.max_uses and again or last
-    list[#list + 1] = {from, rows}
+    list[#list + 1], list[#list + 2] = from, rows
   end)
-  for _, run in ipairs(again) do
+  if again[1] then
     chunk.last, chunk.dirty = math.max(chunk.last, step), true
-    move(t, chunk, run[1], run[2], 'use' .. i, to_used, i)
+    move(t, chunk, again, 'use' .. i, to_used, i)
   end
-  local final = {state = 'trained', label = 'trained', reason = '', step = step}
-  for _, run in ipairs(last) do end_rows(t, chunk, run[1], run[2], final, i, 1) end
+  if last[1] then end_rows(t, chunk, last, {state = 'trained', label = 'trained', reason = '', step = step}, i, 1) end
 end
 
-local function ack_rows(t, chunk, i, first, count)
-  move(t, chunk, first, count, 'done' .. i, to_done, i)
+local function ack_rows(t, chunk, i, ranges) move(t, chunk, ranges, 'done' .. i, to_done, i) end
+
+-- Rows among these that stage i has leased.
+local function leased_rows(t, chunk, i, ranges)
+  local list, at = {}, t.config.pos[i]
+  each_run(chunk, ranges, function(sig, _, from, rows)
+    if string.byte(sig, at) == 108 then list[#list + 1], list[#list + 2] = from, rows end
+  end)
+  return list
 end
 
 -- Give leased rows back: `counted` ones end as dead when they had all their deliveries.
-local function give_back(t, chunk, i, first, count, counted, reason)
+local function give_back(t, chunk, i, ranges, counted, reason)
   if not counted then
-    add_to(t, i, TAKEN, -move(t, chunk, first, count, 'release' .. i, to_released, i))
+    add_to(t, i, TAKEN, -move(t, chunk, ranges, 'release' .. i, to_released, i))
     return
   end
-  local back = move(t, chunk, first, count, 'again' .. i, to_redelivered, i)
+  local back = move(t, chunk, ranges, 'again' .. i, to_redelivered, i)
   t.state[REDELIVERED] = t.state[REDELIVERED] + back
   add_to(t, i, TAKEN, -back)
-  local spent, at = {}, t.config.pos[i]
-  each_run(chunk, first, count, function(sig, _, from, rows)
-    if string.byte(sig, at) == 108 then spent[#spent + 1] = {from, rows} end
-  end)
-  for _, run in ipairs(spent) do
-    end_rows(t, chunk, run[1], run[2], {state = 'dead', label = reason[1], reason = reason[2], step = -1}, i, 0)
-  end
+  local spent = leased_rows(t, chunk, i, ranges)
+  if spent[1] then end_rows(t, chunk, spent, {state = 'dead', label = reason[1], reason = reason[2], step = -1}, i, 0) end
 end
 
 -- Leases: `<client>.<slot>.<serial>`; the slot is the field, so that one write both ends a lease and remembers which
@@ -230,14 +237,6 @@ local function lease_of(t, lease)
   if f[1] ~= tonumber(serial) then return nil end
   if f[2] == 0 then return {over = true, call = f[4]} end
   return {slot = slot, serial = f[1], due = f[2], stage = f[3], worker = f[4], fields = f}
-end
-
-local function each_range(t, held, fn)
-  local f = held.fields
-  for k = 5, #f, 3 do
-    local chunk = chunk_of(t, f[k])
-    if chunk then fn(chunk, f[k + 1], f[k + 2]) end
-  end
 end
 
 local function end_lease(t, held, call)
@@ -263,9 +262,7 @@ local function expire(t, most)
       leases = leases + 1
       redis.call('HDEL', t.prefix .. KEY.leases, all[k])
       local reason = {'dead(lease expired)', 'lease expired\nlast worker ' .. f[4]}
-      each_range(t, {fields = f}, function(chunk, first, count)
-        give_back(t, chunk, f[3], first, count, true, reason)
-      end)
+      each_chunk(t, f, 5, function(chunk, ranges) give_back(t, chunk, f[3], ranges, true, reason) end)
     end
   end
   for _, i in ipairs(t.config.timed) do
@@ -277,14 +274,14 @@ local function expire(t, most)
       if chunk then
         local size, at = unit_rows(chunk, t.stages[i]), t.config.pos[i]
         local missing, complete = {}, 0
-        each_run(chunk, u * size, size, function(sig, _, from, rows)
+        each_run(chunk, {u * size, size}, function(sig, _, from, rows)
           local char = string.byte(sig, at)
           if char == 99 then complete = complete + rows end
-          if char == 119 then missing[#missing + 1] = {from, rows} end
+          if char == 119 then missing[#missing + 1], missing[#missing + 2] = from, rows end
         end)
-        if complete < t.stages[i].group_min then missing = {{u * size, size}} end
+        if complete < t.stages[i].group_min then missing = {u * size, size} end
         local final = {state = 'dead', label = 'dead(group deadline)', reason = 'group deadline', step = -1}
-        for _, run in ipairs(missing) do end_rows(t, chunk, run[1], run[2], final, 0, 0) end
+        end_rows(t, chunk, missing, final, 0, 0)
       end
     end
     local head = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')

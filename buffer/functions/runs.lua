@@ -37,14 +37,26 @@ local function append(runs, rows, version, sig)
   end
 end
 
--- Call fn(signature, version, first, count) for the runs of rows [first, first + count), as they are now.
-local function each_run(chunk, first, count, fn)
-  local runs, at, stop = chunk.runs, 0, first + count
+-- Ranges of a chunk's rows are flat arrays {first, count, first, count, ...}, in order and apart from each other.
+
+-- Call fn(signature, version, first, count) for the runs of these rows, as they are now.
+local function each_run(chunk, ranges, fn)
+  local runs, at, r = chunk.runs, 0, 1
   for k = 1, #runs, 3 do
-    local from, to = math.max(at, first), math.min(at + runs[k], stop)
-    if from < to then fn(runs[k + 2], runs[k + 1], from, to - from) end
-    at = at + runs[k]
-    if at >= stop then return end
+    local stop = at + runs[k]
+    while ranges[r] and ranges[r] < stop do
+      local from, to = ranges[r], ranges[r] + ranges[r + 1]
+      if from < at then from = at end
+      if to <= stop then
+        r = r + 2
+        fn(runs[k + 2], runs[k + 1], from, to - from)
+      else
+        fn(runs[k + 2], runs[k + 1], from, stop - from)
+        break
+      end
+    end
+    if not ranges[r] then return end
+    at = stop
   end
 end
 
@@ -54,64 +66,78 @@ local function note_end(t, chunk, first, count, state, label, step, reason)
   chunk.why = chunk.why .. table.concat({first, count, state, step, reason}, US) .. RS
 end
 
--- Make `to` of rows [first, first + count); `to(config, signature, arg)` gives the new signature, or nil to leave it. `key`
--- names the pair of `to` and `arg`: its results are remembered. Returns how many rows moved.
-local function move(t, chunk, first, count, key, to, arg)
-  local config, state, moved = t.config, t.state, 0
+-- What `to(config, signature, arg)` makes of a signature: {to, changes}, or false when it leaves it. `key` names the pair of
+-- `to` and `arg`: results are remembered.
+local function learn(config, memo, key, sig, to, arg)
+  local goal = to(config, sig, arg)
+  local step = goal and goal ~= sig and {to = goal, changes = changes(config, sig, goal)} or false
+  if step and string.find(key, '^done') and string.sub(goal, 1, 1) ~= string.sub(sig, 1, 1) then step.done = true end
+  memo[sig] = step
+  config.learnt = config.learnt + 1
+  return step
+end
+
+local function memo_of(config, key)
+  if config.learnt > MOST_LEARNT then config.memo, config.learnt = {}, 0 end
   local memo = config.memo[key]
-  if not memo or config.learnt > MOST_LEARNT then
-    if config.learnt > MOST_LEARNT then config.memo, config.learnt = {}, 0 end
+  if not memo then
     memo = {}
     config.memo[key] = memo
   end
-  local runs, new, at, stop = chunk.runs, {}, 0, first + count
+  return memo
+end
+
+-- Move rows of these ranges to the signatures that `to` gives, and the counters with them. Returns how many rows moved.
+local function move(t, chunk, ranges, key, to, arg)
+  local config, state, moved = t.config, t.state, 0
+  local memo = memo_of(config, key)
+  local runs, new, at, r = chunk.runs, {}, 0, 1
   for k = 1, #runs, 3 do
-    local rows, version, sig = runs[k], runs[k + 1], runs[k + 2]
-    local from, upto = at, at + rows
-    if from < first then from = first end
-    if upto > stop then upto = stop end
+    local version, sig, stop = runs[k + 1], runs[k + 2], at + runs[k]
     local step
-    if from < upto then
-      step = memo[sig]
+    while ranges[r] and ranges[r] < stop do
+      local from, upto = ranges[r], ranges[r] + ranges[r + 1]
+      if from < at then from = at end
+      if upto > stop then upto = stop end
       if step == nil then
-        local goal = to(config, sig, arg)
-        step = goal and goal ~= sig and {to = goal, changes = changes(config, sig, goal)} or false
-        if step and string.find(key, '^done') and string.sub(goal, 1, 1) ~= string.sub(sig, 1, 1) then step.done = true end
-        memo[sig] = step
-        config.learnt = config.learnt + 1
+        step = memo[sig]
+        if step == nil then step = learn(config, memo, key, sig, to, arg) end
       end
+      if step then
+        local part, list = upto - from, step.changes
+        for c = 1, #list, 2 do state[list[c]] = state[list[c]] + list[c + 1] * part end
+        if step.done then note_end(t, chunk, from, part, 'done', 'done', -1, '') end
+        append(new, from - at, version, sig)
+        append(new, part, version, step.to)
+        moved = moved + part
+        at = upto
+      end
+      if ranges[r] + ranges[r + 1] > stop then break end
+      r = r + 2
     end
-    if step then
-      local part, list = upto - from, step.changes
-      for c = 1, #list, 2 do state[list[c]] = state[list[c]] + list[c + 1] * part end
-      if step.done then note_end(t, chunk, from, part, 'done', 'done', -1, '') end
-      append(new, from - at, version, sig)
-      append(new, part, version, step.to)
-      append(new, at + rows - upto, version, sig)
-      moved = moved + part
-    else
-      append(new, rows, version, sig)
-    end
-    at = at + rows
+    append(new, stop - at, version, sig)
+    at = stop
   end
   if moved > 0 then chunk.runs = new end
   return moved
 end
 
--- The policy version that made rows [first, first + count): the least of what was told.
-local function set_version(chunk, first, count, version)
-  local runs, new, at, stop = chunk.runs, {}, 0, first + count
+-- The policy version that made these rows: the least of what was told.
+local function set_version(chunk, ranges, version)
+  local runs, new, at, r = chunk.runs, {}, 0, 1
   for k = 1, #runs, 3 do
-    local rows, old, sig = runs[k], runs[k + 1], runs[k + 2]
-    local from, upto = math.max(at, first), math.min(at + rows, stop)
-    if from < upto then
+    local old, sig, stop = runs[k + 1], runs[k + 2], at + runs[k]
+    local told = old < 0 and version or math.min(old, version)
+    while ranges[r] and ranges[r] < stop do
+      local from, upto = math.max(at, ranges[r]), math.min(stop, ranges[r] + ranges[r + 1])
       append(new, from - at, old, sig)
-      append(new, upto - from, old < 0 and version or math.min(old, version), sig)
-      append(new, at + rows - upto, old, sig)
-    else
-      append(new, rows, old, sig)
+      append(new, upto - from, told, sig)
+      at = upto
+      if ranges[r] + ranges[r + 1] > stop then break end
+      r = r + 2
     end
-    at = at + rows
+    append(new, stop - at, old, sig)
+    at = stop
   end
   chunk.runs = new
 end

@@ -1,10 +1,11 @@
--- A table's records. KEYS[1] of every function is the table's prefix P; all keys share its hash tag.
+-- A table's records. KEYS[1] of every function is the table's prefix P; all keys share its hash tag. KEYS[2], where given, is no
+-- key but P and the table's identity: a server that came back empty has another table of this name, if any.
 --
 --   P state       string: counters as doubles, see below; rewritten whole by every change
 --   P config      string: msgpack {columns, limits, stage...}, each msgpack as the clients wrote it; see buffer/layout.py
 --   P ended       hash: end state, or "state(reason)" -> rows since the run began
 --   P marks       hash: producer -> last sequence put
---   P clients     hash: number of a client -> its worker
+--   P clients     hash: name of a client -> its worker
 --   P logged      hash: chunk -> rows of batch-log entries whose chunk was not put yet (the server came back older)
 --   P chunk:<id>  string, one per put: msgpack of the fields below
 --   P payload:<chunk>/<unit>.<client>.<serial>  string: one Arrow record batch without its schema; set by clients, unlinked here
@@ -40,8 +41,8 @@ local MOST_LEARNT = 20000
 
 -- Fields of the state: of the table, and per stage (stage 0 is room for a put; only its waiters count).
 local VERSION, ADMITTED, ENDED, DROPPED, BYTES, ORDINAL, DURABLE, REDELIVERED = 1, 2, 3, 4, 5, 6, 7, 8
-local FENCED, USES, DUE, CLOSED, TRAINER, COMMITS, DEAD, CLIENTS = 9, 10, 11, 12, 13, 14, 15, 16
-local FIELDS = 16
+local FENCED, USES, DUE, CLOSED, TRAINER, COMMITS, DEAD = 9, 10, 11, 12, 13, 14, 15
+local FIELDS = 15
 local READY, LEASED, PAST, TAKEN, WAITERS, LEAST, CLOCK = 1, 2, 3, 4, 5, 6, 7
 local STAGE_FIELDS = 7
 
@@ -53,7 +54,7 @@ local function read_config(packed, version)
   local blobs = cmsgpack.unpack(packed)
   local config = cmsgpack.unpack(blobs[2])
   local columns = cmsgpack.unpack(blobs[1])
-  config.schema, config.units = columns.schema, columns.units
+  config.schema, config.units, config.identity = columns.schema, columns.units, columns.identity
   config.stages, config.pos, config.base, config.grouped, config.timed = {}, {}, {}, {}, {}
   config.version, config.memo, config.learnt = version, {}, 0
   local unit_of = {}
@@ -68,7 +69,8 @@ local function read_config(packed, version)
       if units[j] then stage.units[#stage.units + 1] = j end
     end
     stage.by_unit = stage.selector == 'uniform' or stage.selector == 'prioritized'
-    if stage.scope == 'group' or stage.scope == 'chunk' then config.grouped[#config.grouped + 1] = i end
+    stage.grouped = stage.scope == 'group' or stage.scope == 'chunk' or (stage.scope == 'batch' and stage.by_unit)
+    if stage.grouped then config.grouped[#config.grouped + 1] = i end
     if stage.group_deadline_ms then config.timed[#config.timed + 1] = i end
     config.stages[i] = stage
     config.pos[i] = 1 + #config.units + 2 * i
@@ -92,10 +94,11 @@ local function open_table(keys)
     if configs_known > 1000 then configs, configs_known = {}, 0 end
     configs[prefix], configs_known = config, configs_known + 1
   end
+  if keys[2] and keys[2] ~= prefix .. config.identity then return nil end
   local time = redis.call('TIME')
   return {
     prefix = prefix, config = config, stages = config.stages, state = {struct.unpack(config.format, packed)},
-    now = time[1] * 1000 + math.floor(time[2] / 1000), chunks = {}, order = {}, ended = {}, gone = {},
+    zadd = {}, zrem = {}, now = time[1] * 1000 + math.floor(time[2] / 1000), chunks = {}, order = {}, ended = {}, gone = {},
   }
 end
 
@@ -122,11 +125,7 @@ local function widened(config, sig)
   return sig
 end
 
--- The chunk, read once per call; nil when it was freed.
-local function chunk_of(t, id)
-  local known = t.chunks[id]
-  if known ~= nil then return known or nil end
-  local packed = redis.call('GET', t.prefix .. KEY.chunk .. id)
+local function read_chunk(t, id, packed)
   if not packed then
     t.chunks[id] = false
     return nil
@@ -145,13 +144,73 @@ local function chunk_of(t, id)
   return chunk
 end
 
-local function unlink(t, keys)
+-- The chunk, read once per call; nil when it was freed.
+local function chunk_of(t, id)
+  local known = t.chunks[id]
+  if known ~= nil then return known or nil end
+  return read_chunk(t, id, redis.call('GET', t.prefix .. KEY.chunk .. id))
+end
+
+-- Read chunks that will be asked for, all at once.
+local function prefetch(t, ids)
+  local names, keys = {}, {}
+  for _, id in ipairs(ids) do
+    if t.chunks[id] == nil and #names < SOME then
+      names[#names + 1], keys[#keys + 1] = id, t.prefix .. KEY.chunk .. id
+    end
+  end
+  if #keys < 2 then return end
+  for k, packed in ipairs(redis.call('MGET', unpack(keys))) do read_chunk(t, names[k], packed) end
+end
+
+-- Call fn(chunk, ranges) for {chunk, first, count, ...} in `flat` from `at` on, chunk by chunk; freed ones are left out.
+local function each_chunk(t, flat, at, fn)
+  local order, lists = {}, {}
+  for k = at, #flat, 3 do
+    local id, first, count = flat[k], flat[k + 1], flat[k + 2]
+    local list = lists[id]
+    if not list then
+      list = {}
+      lists[id], order[#order + 1] = list, id
+    end
+    local n = #list
+    if n > 0 and list[n - 1] + list[n] == first then
+      list[n] = list[n] + count
+    else
+      if n > 0 and first < list[n - 1] then list.unsorted = true end
+      list[n + 1], list[n + 2] = first, count
+    end
+  end
+  prefetch(t, order)
+  for _, id in ipairs(order) do
+    local chunk, list = chunk_of(t, id), lists[id]
+    if list.unsorted then
+      local pairs_, sorted = {}, {}
+      for k = 1, #list, 2 do pairs_[#pairs_ + 1] = {list[k], list[k + 1]} end
+      table.sort(pairs_, function(a, b) return a[1] < b[1] end)
+      for _, one in ipairs(pairs_) do
+        local n = #sorted
+        if n > 0 and sorted[n - 1] + sorted[n] == one[1] then
+          sorted[n] = sorted[n] + one[2]
+        else
+          sorted[n + 1], sorted[n + 2] = one[1], one[2]
+        end
+      end
+      list = sorted
+    end
+    if chunk then fn(chunk, list) end
+  end
+end
+
+local function all_rows(chunk) return {0, chunk.n} end
+
+local function unlink(keys)
   for from = 1, #keys, SOME do redis.call('UNLINK', unpack(keys, from, math.min(from + SOME - 1, #keys))) end
 end
 
 local function payload_key(t, chunk_id, name) return t.prefix .. KEY.payload .. chunk_id .. '/' .. name end
 
-local function add_pieces(t, chunk, keys)
+local function add_keys(t, chunk, keys)
   for j, pieces in ipairs(chunk.pieces) do
     for name in string.gmatch(pieces, '([^:;]+):[^;]*;') do
       keys[#keys + 1] = payload_key(t, chunk.id, j .. '.' .. name)
@@ -161,10 +220,8 @@ end
 
 -- Rows that one claim takes together: 1, a group or the whole chunk.
 local function unit_rows(chunk, stage)
-  if stage.scope == 'group' then return chunk.group end
   if stage.scope == 'chunk' then return chunk.n end
-  if stage.by_unit and stage.scope == 'batch' then return chunk.group end
-  return 1
+  return stage.grouped and chunk.group or 1
 end
 
 local function has(runs, at, byte)

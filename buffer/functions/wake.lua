@@ -180,6 +180,23 @@ local function ready_units(t, chunk, runs, i)
   return units
 end
 
+-- Additions to and removals from sorted sets, gathered for one command each.
+local function zadd(t, key, score, member)
+  local list = t.zadd[key] or {}
+  t.zadd[key] = list
+  list[#list + 1], list[#list + 2] = score, member
+end
+
+local function zrem(t, key, member)
+  local list = t.zrem[key] or {}
+  t.zrem[key] = list
+  list[#list + 1] = member
+end
+
+local function in_parts(command, key, list)
+  for from = 1, #list, SOME do redis.call(command, key, unpack(list, from, math.min(from + SOME - 1, #list))) end
+end
+
 -- Bring the indexes of a chunk from its runs before to its runs now (none: it is freed).
 local function index(t, chunk, now)
   for i, stage in ipairs(t.stages) do
@@ -189,10 +206,10 @@ local function index(t, chunk, now)
       if had or has_now then
         local old, new = ready_units(t, chunk, chunk.before, i), ready_units(t, chunk, now, i)
         for u in pairs(old) do
-          if not new[u] then redis.call('ZREM', key, chunk.id .. '#' .. u) end
+          if not new[u] then zrem(t, key, chunk.id .. '#' .. u) end
         end
         for u, sig in pairs(new) do
-          if not old[u] then redis.call('ZADD', key, ring(t, chunk, i, u, sig), chunk.id .. '#' .. u) end
+          if not old[u] then zadd(t, key, ring(t, chunk, i, u, sig), chunk.id .. '#' .. u) end
         end
       end
       if stage.selector == 'prioritized' and #now == 0 then
@@ -201,17 +218,17 @@ local function index(t, chunk, now)
         end
       end
     elseif has_now and not had then
-      redis.call('ZADD', key, stage.selector == 'fresh_first' and -chunk.ordinal or chunk.ordinal, chunk.id)
+      zadd(t, key, stage.selector == 'fresh_first' and -chunk.ordinal or chunk.ordinal, chunk.id)
     elseif had and not has_now then
-      redis.call('ZREM', key, chunk.id)
+      zrem(t, key, chunk.id)
     end
     if stage.min_batch > 1 then
-      if has_now and not had then redis.call('ZADD', t.prefix .. KEY.since .. i, t.now, chunk.id) end
-      if had and not has_now then redis.call('ZREM', t.prefix .. KEY.since .. i, chunk.id) end
+      if has_now and not had then zadd(t, t.prefix .. KEY.since .. i, t.now, chunk.id) end
+      if had and not has_now then zrem(t, t.prefix .. KEY.since .. i, chunk.id) end
       local open = has(now, at, 119) or has(now, at, 99)
       local opened = has(chunk.before, at, 119) or has(chunk.before, at, 99)
-      if open and not opened then redis.call('ZADD', t.prefix .. KEY.open .. i, chunk.ordinal, chunk.id) end
-      if opened and not open then redis.call('ZREM', t.prefix .. KEY.open .. i, chunk.id) end
+      if open and not opened then zadd(t, t.prefix .. KEY.open .. i, chunk.ordinal, chunk.id) end
+      if opened and not open then zrem(t, t.prefix .. KEY.open .. i, chunk.id) end
     end
   end
 end
@@ -234,7 +251,7 @@ local function bound_dead(t)
     local id, first, count = string.match(member, '^(.*):(%d+):(%d+):%d+$')
     local chunk = chunk_of(t, id)
     if chunk then
-      local rows = move(t, chunk, tonumber(first), tonumber(count), 'drop', to_dropped)
+      local rows = move(t, chunk, {tonumber(first), tonumber(count)}, 'drop', to_dropped)
       t.state[DEAD] = t.state[DEAD] - rows
     end
   end
@@ -244,22 +261,27 @@ end
 local function commit(t)
   local state = t.state
   if state[DEAD] > t.config.max_dead_rows then bound_dead(t) end
-  local live = live_rows(t)
+  local sets = {}
   for _, chunk in ipairs(t.order) do
     if chunk.runs ~= chunk.before or chunk.dirty then
       if is_over(t, chunk) then
-        add_pieces(t, chunk, t.gone)
+        add_keys(t, chunk, t.gone)
         t.gone[#t.gone + 1] = t.prefix .. KEY.chunk .. chunk.id
         index(t, chunk, NONE)
         state[BYTES] = state[BYTES] - chunk.bytes
         t.roomier = true
       else
-        redis.call('SET', t.prefix .. KEY.chunk .. chunk.id, pack_chunk(chunk))
+        sets[#sets + 1], sets[#sets + 2] = t.prefix .. KEY.chunk .. chunk.id, pack_chunk(chunk)
         if chunk.runs ~= chunk.before then index(t, chunk, chunk.runs) end
       end
     end
   end
-  if #t.gone > 0 then unlink(t, t.gone) end
+  if sets[1] then
+    for from = 1, #sets, SOME do redis.call('MSET', unpack(sets, from, math.min(from + SOME - 1, #sets))) end
+  end
+  for key, list in pairs(t.zadd) do in_parts('ZADD', key, list) end
+  for key, list in pairs(t.zrem) do in_parts('ZREM', key, list) end
+  if t.gone[1] then unlink(t.gone) end
   for label, rows in pairs(t.ended) do
     redis.call('HINCRBY', t.prefix .. KEY.ended, label, rows)
     t.roomier = true
