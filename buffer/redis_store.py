@@ -54,10 +54,15 @@ _LABEL_CHARS = 80  # of a reason, in the name of a counter
 _REASON_CHARS = 4000  # of a reason, kept with its rows
 _TAG_CHARS = 200
 _MEMORY_PAUSE_S = 0.2
+_MEMORY_RESERVE, _MEMORY_STEP, _MEMORY_CHECK_S = (
+    0.1,
+    0.01,
+    1.0,
+)  # of maxmemory, kept free by puts; when to look again
 _ADOPTED_AT_ONCE = 128
 _NO_FACTS = Facts()
 # Fields of the functions' state (functions/table.lua): of the table, and per stage.
-_FIELDS, _STAGE_FIELDS = 15, 7
+_FIELDS, _STAGE_FIELDS = 16, 7
 _ADMITTED, _ENDED, _BYTES, _REDELIVERED, _FENCED, _USES, _TRAINER, _DEAD = 1, 2, 4, 7, 8, 9, 12, 14
 _READY, _LEASED, _PAST = 0, 1, 2
 
@@ -123,6 +128,7 @@ class RedisStore(ExperienceStore):
         self._row_waiter = Waiter(self._client, self._link, worker, f"{worker}.{self._name}.rows")
         self._room_waiter = Waiter(self._client, self._link, worker, f"{worker}.{self._name}.room")
         self._tables: dict[str, _Open] = {}
+        self._check_memory_at, self._unchecked_bytes, self._unchecked_limit = 0.0, 0, 0.0
         self._finished: dict[str, None] = {}  # leases that `finish` ended, newest last
 
     # -- tables ----------------------------------------------------------------------------------------------
@@ -237,19 +243,21 @@ class RedisStore(ExperienceStore):
         if one.room is not None and one.room < count:  # do not send what is not likely to fit
             self._room_waiter.wait(room, timeout_s=self._put_timeout_s)
         while True:
+            self._wait_for_memory(nbytes, end)
             reply = self._send("put", one, (*head, *told), pieces, end)
             if reply[0] == "schema":
                 raise self._other_schema(layout, reply[1])
             if reply[0] == "older":
                 raise RestartRequired(
                     f"put of sequence {sequence} by producer '{producer}' into table '{table}'",
-                    got=f"a server that knows sequences up to {reply[1]}",
+                    got=f"a server that knows sequences up to {reply[1].decode()}",
                     expected=f"{previous}, which it acknowledged: it came back older",
                     remedy="Start the producer again: it puts what is missing",
                 )
             if reply[0] != "full":
-                if reply[0] == "ok":
+                if reply[0] == "ok" or int(reply[1]) == sequence:  # known: the answer to the first call was lost
                     one.put[producer] = sequence
+                if reply[0] == "ok":
                     one.room = layout.table.capacity_rows - int(reply[1])
                 return bool(reply[0] == "ok")
             left_s = end - time.monotonic()
@@ -297,13 +305,32 @@ class RedisStore(ExperienceStore):
                 return self._link.call(verb, one.target, *args, payload=sets)
             except redis.OutOfMemoryError as error:
                 if time.monotonic() + _MEMORY_PAUSE_S > end:
-                    raise DeadlineExceeded(
-                        f"{verb} under {one.prefix}*",
-                        got=f"a Redis server at its maxmemory for {self._put_timeout_s:g} s",
-                        expected="consumers that free rows",
-                        remedy="Raise maxmemory, or look at the stages that do not drain",
-                    ) from error
+                    raise self._no_memory(verb, str(error)) from error
                 time.sleep(_MEMORY_PAUSE_S)
+
+    def _wait_for_memory(self, nbytes: int, end: float) -> None:
+        """Leave a part of the server's memory to those who write columns: only they free rows."""
+        self._unchecked_bytes += nbytes
+        while time.monotonic() > self._check_memory_at or self._unchecked_bytes > self._unchecked_limit:
+            memory: Any = self._client.info("memory")
+            most = int(memory["maxmemory"])
+            self._check_memory_at = time.monotonic() + _MEMORY_CHECK_S
+            self._unchecked_limit = most * _MEMORY_STEP if most else float("inf")
+            self._unchecked_bytes = nbytes
+            if not most or int(memory["used_memory"]) + nbytes < most * (1 - _MEMORY_RESERVE):
+                return
+            self._check_memory_at = 0.0
+            if time.monotonic() + _MEMORY_PAUSE_S > end:
+                raise self._no_memory("put", f"{memory['used_memory_human']} of {memory['maxmemory_human']} used")
+            time.sleep(_MEMORY_PAUSE_S)
+
+    def _no_memory(self, verb: str, got: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"{verb} in run '{self._run_id}'",
+            got=f"a Redis server at its maxmemory ({got}) for {self._put_timeout_s:g} s",
+            expected="consumers that free rows",
+            remedy="Raise maxmemory, or look at the stages that do not drain",
+        )
 
     def flush(self, table: str) -> None:
         """The rows put so far are complete; see `ExperienceStore.flush`."""
@@ -688,7 +715,7 @@ _LIMITS = {
 
 def _told(facts: Facts, rows: int, table: str) -> tuple[Argument, Argument, Argument]:
     """Version, tokens (four bytes little-endian each) and tag as the functions take them."""
-    tokens = b""
+    tokens: bytes | str = ""
     if facts.tokens is not None:
         packed = array.array("I", facts.tokens)
         if len(packed) != rows:

@@ -17,7 +17,10 @@ from rlmq.buffer.connection import Link, function_call
 from rlmq.buffer.keys import wake_key
 from rlmq.buffer.wire import Argument, Wire
 
-_GRACE_S = 1.0  # a blocked pop ends by itself; this long after its time-out the connection is given up
+_GRACE_S, _MOST_GRACE_S = (
+    1.0,
+    5.0,
+)  # a blocked pop ends by itself; this long after its time-out the connection is given up
 _PAUSE_S = 0.05  # after a lost connection
 _Interests = Mapping[
     str, Sequence[int]
@@ -92,7 +95,8 @@ class Waiter:
         """Sleep for a token, then run the function, in one round trip."""
         wire = self._wire
         try:
-            wire.timeout_s = sleep_s + _GRACE_S
+            if not sleep_s + _GRACE_S <= wire.timeout_s <= sleep_s + _MOST_GRACE_S:  # setting it costs system calls
+                wire.timeout_s = sleep_s + _GRACE_S
             wire.send(
                 [
                     ("BLPOP", _wake_key(target, self._name), f"{max(sleep_s, 0.001):.3f}"),

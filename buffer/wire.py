@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ANSWER_S = 30.0
 _READ_BYTES = 256 * 1024  # more than a TLS record, of which nothing may stay behind unseen by a poll
 _KEPT_BYTES = 2 * 1024 * 1024  # of the parser's buffer, so that it need not grow anew for each large reply
-_LARGE_BYTES = 4096  # from here on an argument is cheaper to hand over than to copy
+_LARGE_BYTES = 32 * 1024  # from here on an argument is cheaper to hand over than to copy
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
 _SMALL = frozenset((str, int, float))
 _NOTHING = object()
@@ -255,6 +255,12 @@ def _pack_large(command: Command, texts: list[bytes], buffers: list[ReadableBuff
             parts, nbytes = (data,), len(data)
         else:
             parts, nbytes = argument.parts, argument.nbytes
+            if nbytes < _LARGE_BYTES:
+                data = b"".join(parts)
+                if len(data) != nbytes:
+                    raise _wrong_length(len(data) - nbytes)
+                texts.append(b"$%d\r\n%b\r\n" % (nbytes, data))
+                continue
         texts.append(b"$%d\r\n" % nbytes)
         text = b"".join(texts)
         buffers.append(text)
@@ -262,6 +268,10 @@ def _pack_large(command: Command, texts: list[bytes], buffers: list[ReadableBuff
         total_bytes += len(text) + nbytes
         texts[:] = (b"\r\n",)
     return total_bytes
+
+
+def _wrong_length(excess_bytes: int) -> ValueError:
+    return ValueError(f"scattered argument: its parts make {excess_bytes:+} bytes of its nbytes")
 
 
 def _encoded(argument: bytes | str | int | float) -> bytes:
@@ -280,7 +290,7 @@ def _send_all(sock: socket.socket, buffers: Sequence[ReadableBuffer], total_byte
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     real_bytes = sum(view.nbytes for view in views)
     if real_bytes != total_bytes:
-        raise ValueError(f"scattered argument: its parts make {real_bytes - total_bytes:+} bytes of its nbytes")
+        raise _wrong_length(real_bytes - total_bytes)
     at = 0
     while True:
         while at < len(views) and sent >= views[at].nbytes:

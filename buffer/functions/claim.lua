@@ -89,8 +89,12 @@ local function collect(t, i, want, version)
       ids = {}
       for k = 1, #found, 2 do ids[#ids + 1], units[#units + 1] = string.match(found[k], '^(.*)#(%d+)$') end
     end
-    prefetch(t, ids)
+    local upto = 1
     for k, id in ipairs(ids) do
+      if k > upto then  -- as many as the first one lets expect
+        upto = k + math.ceil(want.room / math.max(1, want.got / (k - 1 + from))) - 1
+        prefetch(t, ids, k, upto)
+      end
       local chunk = chunk_of(t, id)
       local size = unit_rows(chunk, stage)
       local first, count = 0, chunk.n
@@ -150,8 +154,15 @@ register('claim', function(keys, args)
   local i, units = tonumber(args[1]), {}
   for k = 11, #args do units[#units + 1] = tonumber(args[k]) end
   local stage, least = t.stages[i], tonumber(args[5])
-  local held = lease_of(t, args[2])
+  local held, forgotten = lease_of(t, args[2])
   if held and not held.over then return told_again(t, held, units) end
+  if forgotten then  -- its owner ended it, and the server came back older
+    local reason = {'dead(lease forgotten)', 'lease forgotten\nby a server that came back older'}
+    each_chunk(t, forgotten, 5, function(chunk, ranges) give_back(t, chunk, forgotten[3], ranges, true, reason) end)
+    redis.call('HDEL', t.prefix .. KEY.leases, slot_of(args[2]))
+    commit(t)
+    t = open_table(keys)
+  end
   local want = {picks = {}, got = 0, room = tonumber(args[4]), most = tonumber(args[4]), least = least, ranges = MOST_RANGES, tokens = number_or_nil(args[6])}
   if least > MOST_RANGES or stage.scope == 'batch' then want.ranges = math.max(MOST_RANGES, want.room) end
   if claimable(t, i, least) then
@@ -198,7 +209,7 @@ register('locate', function(keys, args)
   local units, chunks = {}, {}
   local split = 1 + tonumber(args[1])
   for k = 2, split do units[#units + 1] = tonumber(args[k]) end
-  prefetch(t, {unpack(args, split + 1)})
+  prefetch(t, args, split + 1, #args)
   for k = split + 1, #args do
     local chunk = chunk_of(t, args[k])
     chunks[#chunks + 1] = chunk and whereabouts(chunk, units) or {args[k], 0}

@@ -79,19 +79,27 @@ register('finish', function(keys, args)
     each_chunk(t, held.fields, 5, function(chunk, ranges)
       if leased_rows(t, chunk, i, ranges)[1] then over = false end
     end)
-    if over then end_lease(t, held, args[2]) end
+    if over then
+      end_lease(t, held, args[2])
+    elseif t.config.max_uses > 1 then  -- rows that are ready again are not this lease's any more
+      local record = {held.serial, held.due, i, held.worker}
+      each_chunk(t, held.fields, 5, function(chunk, ranges)
+        local list = leased_rows(t, chunk, i, ranges)
+        for k = 1, #list, 2 do
+          local n = #record
+          record[n + 1], record[n + 2], record[n + 3] = chunk.id, list[k], list[k + 1]
+        end
+      end)
+      redis.call('HSET', t.prefix .. KEY.leases, held.slot, cmsgpack.pack(record))
+    end
     return {'ok', over and 1 or 0}
   end)
 end, 'allow-oom')
 
--- Take away the leases of stage i that name rows which are redone: {chunk, producer, sequence, first, count, use}... in `args`
--- from `at` on. Returns their records.
-local function take_leases(t, i, args, at)
-  local redone, found = {}, {}
-  for k = at, #args, 6 do
-    redone[args[k]] = redone[args[k]] or {}
-    table.insert(redone[args[k]], {tonumber(args[k + 3]), tonumber(args[k + 3]) + tonumber(args[k + 4])})
-  end
+-- Take away the leases of stage i on rows that are used more than once and redone now: they would outlive this use.
+-- `redone` maps chunks to lists of {first, end}. Returns the leases' records.
+local function take_leases(t, i, redone)
+  local found = {}
   local function overlaps(f)
     for r = 5, #f, 3 do
       for _, one in ipairs(redone[f[r]] or {}) do
@@ -116,17 +124,21 @@ register('finish_logged', function(keys, args)
   local t = open_table(keys)
   if not t then return {'unknown'} end
   local stage, step = tonumber(args[1]), tonumber(args[2])
-  local conflict
+  local conflict, redone = nil, {}
   for k = 3, #args, 6 do
-    local chunk = chunk_of(t, args[k])
+    local chunk, use = chunk_of(t, args[k]), tonumber(args[k + 5])
     if chunk then
-      each_run(chunk, {tonumber(args[k + 3]), tonumber(args[k + 4])}, function(sig)
+      each_run(chunk, {tonumber(args[k + 3]), tonumber(args[k + 4])}, function(sig, _, from, rows)
         if not string.find(sig, '^[otT]') then conflict = args[k] end
+        if string.byte(sig, 2) - FIRST <= use then
+          redone[args[k]] = redone[args[k]] or {}
+          table.insert(redone[args[k]], {from, from + rows})
+        end
       end)
     end
   end
   if conflict then return {'conflict', conflict} end
-  local taken = t.config.max_uses > 1 and take_leases(t, stage, args, 3) or {}  -- else the rows end, and the lease is harmless
+  local taken = t.config.max_uses > 1 and take_leases(t, stage, redone) or {}  -- else the rows end, whoever holds them
   for k = 3, #args, 6 do
     local chunk = chunk_of(t, args[k])
     local first, count, use = tonumber(args[k + 3]), tonumber(args[k + 4]), tonumber(args[k + 5])
@@ -137,6 +149,7 @@ register('finish_logged', function(keys, args)
       if not mark or tonumber(mark) < tonumber(args[k + 2]) then
         local at, note = t.prefix .. KEY.logged, table.concat({stage, first, count, use, step}, ':') .. ';'
         local noted = redis.call('HGET', at, args[k]) or ''
+        if noted == '' then t.state[LOGGED] = t.state[LOGGED] + 1 end
         if not string.find(noted, note, 1, true) then redis.call('HSET', at, args[k], noted .. note) end
       end
     end

@@ -147,17 +147,19 @@ end
 
 -- Rows that the batch log knew before the server did: it came back older, and the chunk was put again.
 local function end_logged(t, chunk)
+  if t.state[LOGGED] == 0 then return end
   local at = t.prefix .. KEY.logged
   local noted = redis.call('HGET', at, chunk.id)
   if not noted then return end
   redis.call('HDEL', at, chunk.id)
+  t.state[LOGGED] = t.state[LOGGED] - 1
   for stage, first, count, use, step in string.gmatch(noted, '(%d+):(%d+):(%d+):(%d+):(%d+);') do
     use_rows(t, chunk, {tonumber(first), tonumber(count)}, tonumber(stage), tonumber(step), tonumber(use))
   end
 end
 
 -- put(schema fingerprint, producer, sequence, the client's last one, chunk, rows, group size, 1 to close, version, tokens, tag, pieces...):
--- {"ok", live rows}, {"known"}, {"schema", theirs}, {"older", last sequence known}, or {"full", limit, value, most, stage, rows to do}.
+-- {"ok", live rows}, {"known", last sequence}, {"schema", theirs}, {"older", last sequence known}, or {"full", limit, value, most, stage, rows to do}.
 register('put', function(keys, args)
   local t = open_table(keys)
   if not t then return refuse(keys, args, 12, {'unknown'}) end
@@ -166,7 +168,7 @@ register('put', function(keys, args)
   local mark = redis.call('HGET', t.prefix .. KEY.marks, args[2])
   if mark and tonumber(mark) >= sequence then
     drop_unreferenced(t, args, 12)
-    return {'known'}
+    return {'known', mark}
   end
   if args[4] ~= '' and args[4] ~= mark then return refuse(keys, args, 12, {'older', mark or 'none'}) end
   local bytes = 0
@@ -236,7 +238,7 @@ register('write', function(keys, args)
   local orphans, version, entries, order, ids = {}, number_or_nil(args[4]), {}, {}, {}
   local f = held.fields
   for k = 5, #f, 3 do ids[#ids + 1] = f[k] end
-  prefetch(t, ids)
+  prefetch(t, ids, 1, #ids)
   for k = 7, #args, PIECE do
     local id, unit, name = args[k], tonumber(args[k + 3]), args[k + 5]
     if chunk_of(t, id) then

@@ -47,7 +47,9 @@ local function to_done(config, sig, i)
   local at = config.pos[i]
   if string.byte(sig, at) ~= 108 then return nil end
   sig = with(sig, at, 'a')
-  if string.byte(sig, 1) == 111 and all_done(config, sig) then sig = settled(config, with(sig, 1, 'd')) end
+  if string.byte(sig, 1) == 111 and string.byte(sig, 2) == FIRST and all_done(config, sig) then
+    sig = settled(config, with(sig, 1, 'd'))
+  end
   return sig
 end
 
@@ -200,7 +202,17 @@ local function use_rows(t, chunk, ranges, i, step, use)
   if last[1] then end_rows(t, chunk, last, {state = 'trained', label = 'trained', reason = '', step = step}, i, 1) end
 end
 
-local function ack_rows(t, chunk, i, ranges) move(t, chunk, ranges, 'done' .. i, to_done, i) end
+local function ack_rows(t, chunk, i, ranges)
+  move(t, chunk, ranges, 'done' .. i, to_done, i)
+  if t.config.max_uses == 1 then return end
+  local over = {}  -- rows that were trained on, and that every stage is done with: they end as trained
+  each_run(chunk, ranges, function(sig, _, from, rows)
+    if string.byte(sig, 1) == 111 and string.byte(sig, 2) > FIRST and all_done(t.config, sig) then
+      over[#over + 1], over[#over + 2] = from, rows
+    end
+  end)
+  if over[1] then end_rows(t, chunk, over, {state = 'done', label = 'done', reason = '', step = -1}, i, 0) end
+end
 
 -- Rows among these that stage i has leased.
 local function leased_rows(t, chunk, i, ranges)
@@ -229,12 +241,13 @@ end
 
 local function slot_of(lease) return string.match(lease, '^(.*)%.(%d+)$') end
 
+-- The lease; nil and the record of another live one when its slot holds that.
 local function lease_of(t, lease)
   local slot, serial = slot_of(lease)
   local packed = slot and redis.call('HGET', t.prefix .. KEY.leases, slot)
   if not packed then return nil end
   local f = cmsgpack.unpack(packed)
-  if f[1] ~= tonumber(serial) then return nil end
+  if f[1] ~= tonumber(serial) then return nil, f[2] > 0 and f or nil end
   if f[2] == 0 then return {over = true, call = f[4]} end
   return {slot = slot, serial = f[1], due = f[2], stage = f[3], worker = f[4], fields = f}
 end

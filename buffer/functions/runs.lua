@@ -92,6 +92,16 @@ local function move(t, chunk, ranges, key, to, arg)
   local config, state, moved = t.config, t.state, 0
   local memo = memo_of(config, key)
   local runs, new, at, r = chunk.runs, {}, 0, 1
+  if runs[1] == chunk.n and ranges[1] == 0 and ranges[2] == chunk.n then  -- the whole chunk is one run
+    local step = memo[runs[3]]
+    if step == nil then step = learn(config, memo, key, runs[3], to, arg) end
+    if not step then return 0 end
+    local list = step.changes
+    for c = 1, #list, 2 do state[list[c]] = state[list[c]] + list[c + 1] * chunk.n end
+    if step.done then note_end(t, chunk, 0, chunk.n, 'done', 'done', -1, '') end
+    chunk.runs = {chunk.n, runs[2], step.to}
+    return chunk.n
+  end
   for k = 1, #runs, 3 do
     local version, sig, stop = runs[k + 1], runs[k + 2], at + runs[k]
     local step

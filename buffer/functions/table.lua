@@ -41,8 +41,8 @@ local MOST_LEARNT = 20000
 
 -- Fields of the state: of the table, and per stage (stage 0 is room for a put; only its waiters count).
 local VERSION, ADMITTED, ENDED, DROPPED, BYTES, ORDINAL, DURABLE, REDELIVERED = 1, 2, 3, 4, 5, 6, 7, 8
-local FENCED, USES, DUE, CLOSED, TRAINER, COMMITS, DEAD = 9, 10, 11, 12, 13, 14, 15
-local FIELDS = 15
+local FENCED, USES, DUE, CLOSED, TRAINER, COMMITS, DEAD, LOGGED = 9, 10, 11, 12, 13, 14, 15, 16
+local FIELDS = 16
 local READY, LEASED, PAST, TAKEN, WAITERS, LEAST, CLOCK = 1, 2, 3, 4, 5, 6, 7
 local STAGE_FIELDS = 7
 
@@ -151,10 +151,12 @@ local function chunk_of(t, id)
   return read_chunk(t, id, redis.call('GET', t.prefix .. KEY.chunk .. id))
 end
 
--- Read chunks that will be asked for, all at once.
-local function prefetch(t, ids)
+-- Read chunks ids[from] to ids[to] that will be asked for, all at once.
+local function prefetch(t, ids, from, to)
+  if to <= from then return end
   local names, keys = {}, {}
-  for _, id in ipairs(ids) do
+  for k = from, math.min(to, #ids) do
+    local id = ids[k]
     if t.chunks[id] == nil and #names < SOME then
       names[#names + 1], keys[#keys + 1] = id, t.prefix .. KEY.chunk .. id
     end
@@ -165,6 +167,11 @@ end
 
 -- Call fn(chunk, ranges) for {chunk, first, count, ...} in `flat` from `at` on, chunk by chunk; freed ones are left out.
 local function each_chunk(t, flat, at, fn)
+  if #flat == at + 2 then
+    local chunk = chunk_of(t, flat[at])
+    if chunk then fn(chunk, {flat[at + 1], flat[at + 2]}) end
+    return
+  end
   local order, lists = {}, {}
   for k = at, #flat, 3 do
     local id, first, count = flat[k], flat[k + 1], flat[k + 2]
@@ -181,7 +188,7 @@ local function each_chunk(t, flat, at, fn)
       list[n + 1], list[n + 2] = first, count
     end
   end
-  prefetch(t, order)
+  prefetch(t, order, 1, #order)
   for _, id in ipairs(order) do
     local chunk, list = chunk_of(t, id), lists[id]
     if list.unsorted then
