@@ -12,11 +12,12 @@ import msgspec
 
 
 class LoggedRange(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of one chunk: (chunk, first, count)."""
+    """Rows of one chunk, and how often they were trained on before: (chunk, first, count, use)."""
 
     chunk: str
     first: int
     count: int
+    use: int = 0
 
 
 class Update(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from rlmq.buffer.store import Stage, Table
 from rlmq.common.columns import Column
@@ -13,8 +14,27 @@ EVAL = "eval"
 _LEASE_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """What a recipe says of a scoring stage; see `Stage`."""
+
+    min_batch: int = 1
+    max_wait_s: float | None = None
+    lease_s: float = _LEASE_S
+    max_deliveries: int = 3
+
+
+_DEFAULT = StageOptions()
+
+
 def sample_tables(
-    columns: Sequence[Column], *, actor_needs: Sequence[str], reference: bool, capacity_rows: int
+    columns: Sequence[Column],
+    *,
+    actor_needs: Sequence[str],
+    reference: bool,
+    capacity_rows: int,
+    reward_options: StageOptions = _DEFAULT,
+    reference_options: StageOptions = _DEFAULT,
 ) -> tuple[Table, Table]:
     """The `train` and the `eval` table.
 
@@ -23,10 +43,12 @@ def sample_tables(
         actor_needs: columns without which the algorithm cannot train on a row.
         reference: whether a reference policy scores the rows of `train`.
         capacity_rows: live rows beyond which producers wait, per table.
+        reward_options: of the stage `reward`, in both tables.
+        reference_options: of the stage `reference`.
     """
     rollout = Stage("rollout", needs=("prompt_ids",), scope="chunk", lease_s=_LEASE_S)
-    reward = Stage("reward", needs=("response_text",), scope="row", lease_s=_LEASE_S)
-    scored = Stage("reference", needs=("response_ids",), scope="row", lease_s=_LEASE_S)
+    reward = Stage("reward", needs=("response_text",), **asdict(reward_options))
+    scored = Stage("reference", needs=("response_ids",), **asdict(reference_options))
     actor = Stage("actor", needs=tuple(actor_needs), scope="batch", lease_s=_LEASE_S)
     recorder = Stage("recorder", needs=(), scope="row", lease_s=_LEASE_S, ended=True)
     evaluation = Stage("evaluation", needs=("reward",), scope="row", lease_s=_LEASE_S)

@@ -168,6 +168,7 @@ class ActorRole:
         self._log.append(entry)
         self._store.write(claim, batch.advantage_column())
         self._store.finish(claim, "trained", step=step)
+        self._store.set_version(TRAIN, entry.policy_version)
         return entry, batch
 
     def _claim_all(self, step: int) -> Claim:
@@ -335,4 +336,4 @@ class ActorRole:
 
 
 def _ranges(entry: BatchEntry) -> list[RowRange]:
-    return [RowRange(r.chunk, r.first, r.count) for r in entry.ranges]
+    return [RowRange(r.chunk, r.first, r.count, use=r.use) for r in entry.ranges]

@@ -107,7 +107,7 @@ def plan_step(
         step=step,
         policy_version=step,
         rows=tuple(batch.ids),
-        ranges=tuple(LoggedRange(r.chunk, r.first, r.count) for r in ranges),
+        ranges=tuple(LoggedRange(r.chunk, r.first, r.count, r.use) for r in ranges),
         updates=tuple(_updates(batch, step, recipe, algorithm, world_size)),
         behaviour_versions=(min(flat_versions), max(flat_versions)),
         seed=recipe.run.seed,

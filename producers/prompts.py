@@ -94,6 +94,7 @@ class PromptsRole:
 
     def _put(self, table: str, step: int, prompts: Sequence[PreparedPrompt], group_size: int) -> int:
         chunks = chunk_rows(table, step, prompts, group_size, self._recipe.rollout.batch_size_per_device)
+        last = len(chunks) - 1
         for number, rows in enumerate(chunks):
             self._store.put(
                 table,
@@ -101,6 +102,7 @@ class PromptsRole:
                 producer=f"prompts-{table}",
                 sequence=step * _CHUNKS_PER_STEP + number,
                 group_size=group_size,
+                closes=number == last,
             )
             self._progress()
         return len(prompts) * group_size

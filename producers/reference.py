@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 import torch
 
-from rlmq.buffer.store import Claim, ExperienceStore, Interest
+from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.columns import REFERENCE_COLUMNS, arrow_schema
 from rlmq.common.engines.micro_batches import build_micro_batch, plan_micro_batches
@@ -15,6 +15,7 @@ from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.errors import Fenced
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WRITTEN
 from rlmq.common.models import load_model, load_tokenizer, pad_id, resolve_model
+from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.worker import CallHandler, Role, WorkerContext
 
 _STAGE = "reference"
@@ -34,7 +35,9 @@ class ReferenceRole(Role):
         self._pad_id = pad_id(load_tokenizer(folder))
         model = load_model(folder, torch.float32)
         self._engine = TorchEngine(model, recipe.train, temperature=recipe.rollout.temperature)
-        self._max_rows = max(recipe.rollout.batch_size_per_device, recipe.algorithm.group_size)
+        group, chunk = recipe.algorithm.group_size, recipe.rollout.batch_size_per_device
+        self._max_rows = max(group, chunk, recipe.stages.reference.min_batch)
+        self._facts = Facts(tag=f"config {recipe_hash(recipe)}")
 
     def handlers(self) -> Mapping[str, CallHandler]:
         """None: it only works on rows."""
@@ -49,7 +52,7 @@ class ReferenceRole(Role):
         try:
             column = pa.array(self._logprobs(claim), type=REFERENCE_COLUMNS[0].type)
             batch = pa.RecordBatch.from_arrays([column], schema=arrow_schema(REFERENCE_COLUMNS))
-            self._store.write(claim, batch, ack=True)
+            self._store.write(claim, batch, ack=True, facts=self._facts)
         except Fenced as error:  # somebody else has the rows now
             self._context.log.warning("reference.lease_lost", error=str(error))
             return True

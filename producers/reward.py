@@ -14,11 +14,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlmq.buffer.store import Claim, ExperienceStore, Interest
+from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import arrow_schema, reward_columns
 from rlmq.common.errors import Fenced
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WITHOUT_VERDICT, ROWS_WRITTEN
+from rlmq.common.recipe.load import recipe_hash
+from rlmq.common.user_code import source_hash
 from rlmq.common.worker import CallHandler, Role, WorkerContext
 from rlmq.producers.process_runner import ProcessRewardRunner
 from rlmq.producers.reward_runner import RewardRow, RewardRunner
@@ -44,7 +46,10 @@ class RewardRole(Role):
         self._penalty = recipe.rollout.truncation_penalty if recipe.rollout.truncated == "penalise" else 0.0
         self._schema = arrow_schema(reward_columns(recipe.reward_names))
         # A generated chunk at once: fewer calls, and a function that compares samples sees whole groups.
-        self._max_rows = max(recipe.rollout.batch_size_per_device, recipe.algorithm.group_size)
+        group, chunk = recipe.algorithm.group_size, recipe.rollout.batch_size_per_device
+        self._max_rows = max(group, chunk, recipe.stages.reward.min_batch)
+        hashes = [source_hash(block.function, context.recipe_folder) for block in recipe.reward]
+        self._facts = Facts(tag=f"config {recipe_hash(recipe)} functions {' '.join(hashes)}"[:200])
         self._claim: Claim | None = None
         self._extended_at = 0.0
         self._reasons: set[str] = set()
@@ -136,7 +141,7 @@ class RewardRole(Role):
             # Before the others' columns, so that no stage ever sees such a row as scored.
             self._store.finish(claim, "filtered", "no_verdict", rows=missing)
         if claim.table != TRAIN or len(missing) < claim.count:
-            self._store.write(claim, batch, ack=True)
+            self._store.write(claim, batch, ack=True, facts=self._facts)
         ROWS_WRITTEN.labels(claim.table, _STAGE).inc(claim.count)
         ROWS_ACKED.labels(claim.table, _STAGE).inc(claim.count)
 

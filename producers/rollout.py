@@ -10,7 +10,7 @@ import msgspec
 import pyarrow as pa
 import torch
 
-from rlmq.buffer.store import Claim, ExperienceStore, Interest
+from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import ROLLOUT_COLUMNS, arrow_schema
 from rlmq.common.engines.generation import Generated, GenerationEngine, Request, Sampling
@@ -25,6 +25,7 @@ from rlmq.common.metrics import (
     WEIGHT_SYNC_SECONDS,
 )
 from rlmq.common.models import eos_ids, load_model, load_tokenizer, pad_id, resolve_model
+from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.weights import Rendezvous, WeightManifest
 from rlmq.common.worker import CallHandler, WorkerContext
 
@@ -53,6 +54,8 @@ class RolloutRole:
             TRAIN: self._sampling_at(recipe.rollout.temperature),
             EVAL: self._sampling_at(recipe.evaluate.temperature),
         }
+
+        self._tag = f"config {recipe_hash(recipe)} seed {recipe.run.seed}"
 
     def _sampling_at(self, temperature: float) -> Sampling:
         rollout = self._context.recipe.rollout
@@ -110,7 +113,9 @@ class RolloutRole:
                 self._store.extend(claim)
                 extend_at = time.monotonic() + 10.0
         try:
-            self._store.write(claim, self._response_columns(claim, finished), ack=True)
+            columns = self._response_columns(claim, finished)
+            facts = Facts(version=self._engine.version, tokens=self._tokens(claim, finished), tag=self._tag)
+            self._store.write(claim, columns, ack=True, facts=facts)
         except Fenced as error:  # the lease ran out: somebody else has generated the same tokens
             self._context.log.warning("chunk was given to another worker", error=str(error))
             return
@@ -123,6 +128,11 @@ class RolloutRole:
         prompts = claim.rows["prompt_ids"].to_pylist()
         sampling, seed = self._sampling[claim.table], self._context.recipe.run.seed
         return [Request(i, prompt, sampling, seed) for i, prompt in zip(ids, prompts, strict=True)]
+
+    def _tokens(self, claim: Claim, finished: Mapping[str, Generated]) -> list[int]:
+        """Prompt and response tokens of each row."""
+        ids, prompts = claim.rows["sample_id"].to_pylist(), claim.rows["prompt_ids"].to_pylist()
+        return [len(prompt) + len(finished[i].token_ids) for i, prompt in zip(ids, prompts, strict=True)]
 
     def _response_columns(self, claim: Claim, finished: Mapping[str, Generated]) -> pa.RecordBatch:
         responses = [finished[i] for i in claim.rows["sample_id"].to_pylist()]

@@ -61,7 +61,7 @@ def start_process(
     """
     from rlmq.buffer.redis_calls import RedisCalls
     from rlmq.buffer.redis_store import RedisStore
-    from rlmq.buffer.tables import sample_tables
+    from rlmq.buffer.tables import StageOptions, sample_tables
     from rlmq.common.algorithms import algorithm_of
     from rlmq.common.columns import fingerprint, sample_columns
     from rlmq.common.logs import configure
@@ -74,6 +74,8 @@ def start_process(
         actor_needs=algorithm_of(recipe).needs,
         reference=recipe.uses_reference,
         capacity_rows=_CAPACITY_ROWS,
+        reward_options=StageOptions(**recipe.stages.reward.model_dump()),
+        reference_options=StageOptions(**recipe.stages.reference.model_dump()),
     )
     store = RedisStore(redis_url, run_id=run.run_id, worker=f"{role}-{index}")
     store.open(tables)

@@ -22,6 +22,8 @@ from rlmq.common.recipe.yaml_tree import BlockNode, ListNode, Node, Scalar, pars
 from rlmq.common.user_code import find_beside, is_spec
 
 MOST_BYTES = 1 << 20
+# Names under which readers of verl's texts know a key, and the canonical ones.
+ALIASES = {"dataflow.min_batch_for_reward": "stages.reward.min_batch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
         raise UsageError(str(path), got="no key: value lines", expected="a recipe, like recipes/demo.yaml")
     for override in overrides:
         _override(root, override)
+    for alias, key in ALIASES.items():
+        _resolve_alias(root, alias, key)
     recipe, problems = to_recipe(root)
     if recipe is None:
         raise _refusal(path, problems)
@@ -102,6 +106,28 @@ def _override(root: BlockNode, override: str) -> None:
         last = place == len(parts) - 1
         child: Node | None = _override_value(text.strip(), subject) if last else None
         node = _step_into(node, part, child, subject)
+
+
+def _resolve_alias(root: BlockNode, alias: str, key: str) -> None:
+    """Move a value from the key's other name to the canonical one.
+
+    Raises:
+        UsageError: it is given under both names.
+    """
+    block, name = alias.split(".")
+    parent = root.items.get(block)
+    if not isinstance(parent, BlockNode) or name not in parent.items:
+        return
+    value, where = parent.items.pop(name), parent.key_where.pop(name)
+    if not parent.items:
+        del root.items[block]
+    node: Node = root
+    *blocks, last = key.split(".")
+    for part in blocks:
+        node = _step_into(node, part, None, where)
+    if isinstance(node, BlockNode) and last in node.items:
+        raise UsageError(f"{alias} ({where})", got=f"also {key} ({node.key_where[last]})", expected="one of them")
+    _step_into(node, last, value, where)
 
 
 def _step_into(node: Node, part: str, child: Node | None, subject: str) -> Node:

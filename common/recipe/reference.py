@@ -26,6 +26,7 @@ Every key of a recipe. This page is generated: `python -m rlmq.common.recipe.ref
 * Relative names of files (`model`, `data.*`, `reward.*.function`) are looked up in the recipe's folder, not in the
   working directory. When the recipe's path is a symbolic link: beside the link first, then beside the file it
   points to.
+* `dataflow.min_batch_for_reward` is another name of `stages.reward.min_batch`.
 * `file.py:function` is imported by path; its siblings can be imported from it as from a script.
 
 An unfinished run is continued by the same command. With a changed recipe it is continued only if all changes are

@@ -197,6 +197,30 @@ class CheckpointBlock(Block):
     keep: PositiveInt = Field(default=2, description="Checkpoints kept beside the best one.")
 
 
+class StageBlock(Block):
+    """How a stage of the buffer hands out rows."""
+
+    min_batch: PositiveInt = Field(
+        default=1, description="Rows that a worker waits for; fewer when the step has no more, or after max_wait_s."
+    )
+    max_wait_s: PositiveFloat | None = Field(
+        default=None, description="Longest that a ready row waits for min_batch; none: until the step has no more."
+    )
+    lease_s: PositiveFloat = Field(
+        default=60.0, description="Without progress, rows go to another worker after this time."
+    )
+    max_deliveries: int = Field(
+        default=3, ge=1, le=40, description="Times that rows are handed out before they end as dead letters."
+    )
+
+
+class StagesBlock(Block):
+    """The stages that score samples."""
+
+    reward: StageBlock = Field(default_factory=StageBlock)
+    reference: StageBlock = Field(default_factory=StageBlock)
+
+
 class RedisBlock(Block):
     """The server that holds the experience."""
 
@@ -224,6 +248,7 @@ class Recipe(Block):
     placement: PlacementBlock = Field(default_factory=PlacementBlock)
     evaluate: EvaluateBlock = Field(default_factory=EvaluateBlock)
     checkpoint: CheckpointBlock = Field(default_factory=CheckpointBlock)
+    stages: StagesBlock = Field(default_factory=StagesBlock)
     redis: RedisBlock = Field(default_factory=RedisBlock)
     deadlines: DeadlineBlock = Field(default_factory=DeadlineBlock)
     track: tuple[Literal["jsonl", "wandb", "tensorboard"], ...] = Field(
