@@ -312,7 +312,10 @@ class RedisStore(ExperienceStore):
         """Leave a part of the server's memory to those who write columns: only they free rows."""
         self._unchecked_bytes += nbytes
         while time.monotonic() > self._check_memory_at or self._unchecked_bytes > self._unchecked_limit:
-            memory: Any = self._client.info("memory")
+            (text,) = self._link.exchange([("INFO", "memory")])
+            if isinstance(text, Exception):
+                raise text
+            memory = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
             most = int(memory["maxmemory"])
             self._check_memory_at = time.monotonic() + _MEMORY_CHECK_S
             self._unchecked_limit = most * _MEMORY_STEP if most else float("inf")
@@ -466,7 +469,7 @@ class RedisStore(ExperienceStore):
 
     def nack(self, claim: Claim, reason: str) -> None:
         """Redeliver and count; see `ExperienceStore.nack`."""
-        self._end(claim, "give_back", 1, _label("dead", reason), _clean(reason)[:_REASON_CHARS])
+        self._end(claim, "give_back", 1, _label("dead", reason), _kept(reason))
 
     def release(self, claim: Claim) -> None:
         """Give the rows back unworked; see `ExperienceStore.release`."""
@@ -488,7 +491,7 @@ class RedisStore(ExperienceStore):
                 return
             for one in subset(claim, rows):
                 ranges += [one.chunk, one.first, one.count]
-        self._end(claim, "finish", state, _label(state, reason), _clean(reason)[:_REASON_CHARS], step, *ranges)
+        self._end(claim, "finish", state, _label(state, reason), _kept(reason), step, *ranges)
 
     def _end(self, claim: Claim, verb: str, *args: Argument) -> None:
         if claim.lease in self._finished:
@@ -729,12 +732,20 @@ def _told(facts: Facts, rows: int, table: str) -> tuple[Argument, Argument, Argu
     return "" if facts.version is None else facts.version, tokens, facts.tag
 
 
+def _kept(reason: str) -> str:
+    """A reason as it is kept with its rows: of a very long one, both ends."""
+    text = _clean(reason)
+    half = _REASON_CHARS // 2
+    return text if len(text) <= _REASON_CHARS else f"{text[:half]}\n…\n{text[-half:]}"
+
+
 def _clean(text: str) -> str:
     """Without the characters that separate fields in a chunk's record."""
     return text.replace("\x1e", " ").replace("\x1f", " ")
 
 
 def _label(state: str, reason: str) -> str:
-    """Name of the counter: the state, with the first line of the reason."""
-    first = _clean(reason).strip().split("\n", 1)[0][:_LABEL_CHARS]
-    return f"{state}({first})" if first else state
+    """Name of the counter: the state, with the reason's first line, or the last one of a traceback."""
+    lines = _clean(reason).strip().split("\n")
+    line = lines[-1 if lines[0].startswith("Traceback") else 0][:_LABEL_CHARS]
+    return f"{state}({line})" if line else state

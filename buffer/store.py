@@ -94,9 +94,9 @@ class VersionWindow:
 class Table:
     """A named partition with typed columns, its stages, and its limits.
 
-    live rows ≤ `capacity_rows`; payload bytes ≤ `capacity_bytes` (None: no such limit), and `window`. A row is
-    used `max_uses` times by the stage that trains before it ends. The newest `max_dead_rows` dead letters keep
-    their payload.
+    live rows ≤ `capacity_rows`; payload bytes ≤ `capacity_bytes` when rows are put (columns that are written
+    later come on top; None: no such limit), and `window`. A row is used `max_uses` times by the stage that
+    trains before it ends. The newest `max_dead_rows` dead letters keep their payload.
     """
 
     name: str

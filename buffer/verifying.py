@@ -27,25 +27,32 @@ def verify(
 ) -> list[str]:
     """Every broken invariant, as a sentence.
 
-    A table that changes while it is looked at is looked at again; when it never holds still, what depends on
-    several records is left out and said so.
+    A table that changes while it is looked at is looked at again; when it never holds still, what every look
+    found alike is broken.
     """
+    always: dict[str, str] | None = None
     for _ in range(_ATTEMPTS):
         found, moved = _look(store, client, link, layout, prefix, target)
         if not moved:
-            return found.broken
+            return list(found.broken.values())
+        kept = found.broken if always is None else always
+        always = {key: text for key, text in kept.items() if key in found.broken}
         time.sleep(_PAUSE_S)
-    return []
+    return list((always or {}).values())
 
 
 @dataclass
 class _Look:
-    broken: list[str] = field(default_factory=list)
+    broken: dict[str, str] = field(default_factory=dict)  # what is the same in every look, to its sentence
     live: int = 0
     bytes: int = 0
     rows: Counter[tuple[str, str]] = field(default_factory=Counter)  # (stage, class) to rows
     leased: dict[tuple[int, str], list[tuple[int, int]]] = field(default_factory=dict)  # (stage, chunk) to runs
     payload: dict[str, int] = field(default_factory=dict)
+
+    def note(self, text: str, key: str = "") -> None:
+        """An invariant is broken."""
+        self.broken[key or text] = text
 
 
 def _look(
@@ -79,10 +86,10 @@ def _look_at_chunk(look: _Look, layout: Layout, chunk: list[Any]) -> None:
     name = name.decode()
     runs = [(flat[k], flat[k + 1].decode()) for k in range(0, len(flat), 2)]
     if sum(count for count, _ in runs) != rows:
-        look.broken.append(f"rows: chunk {name} has runs of {sum(c for c, _ in runs)} rows, not {rows}")
+        look.note(f"rows: chunk {name} has runs of {sum(c for c, _ in runs)} rows, not {rows}")
     sizes = {pieces[k].decode(): int(pieces[k + 1]) for k in range(0, len(pieces), 2)}
     if sum(sizes.values()) != nbytes:
-        look.broken.append(f"bytes: chunk {name} counts {nbytes} bytes, its pieces have {sum(sizes.values())}")
+        look.note(f"bytes: chunk {name} counts {nbytes} bytes, its pieces have {sum(sizes.values())}")
     look.bytes += int(nbytes)
     look.payload |= {f"{name}/{piece}": size for piece, size in sizes.items()}
     width = 2 + len(layout.units)
@@ -94,7 +101,7 @@ def _look_at_chunk(look: _Look, layout: Layout, chunk: list[Any]) -> None:
             state = signature[width + 2 * index]
             look.rows[stage.name, _CLASSES[state]] += count
             if not stage.ended and (state in "wcrl") != live and not (live and state == "a"):
-                look.broken.append(
+                look.note(
                     f"end: chunk {name} rows {first}+{count} are '{signature[0]}' but '{state}' for {stage.name}"
                 )
             if state == "l":
@@ -102,7 +109,7 @@ def _look_at_chunk(look: _Look, layout: Layout, chunk: list[Any]) -> None:
             if state in "rl" and not stage.ended:
                 missing = [c for c in stage.needs if signature[2 + layout.place[c][0]] != "1"]
                 if missing:
-                    look.broken.append(f"ready: chunk {name} rows {first}+{count} lack {missing} of {stage.name}")
+                    look.note(f"ready: chunk {name} rows {first}+{count} lack {missing} of {stage.name}")
         first += count
     for index, stage in enumerate(layout.table.stages):
         ready = [(a, n) for a, n, s in _placed(runs) if s[width + 2 * index] == "r"]
@@ -114,7 +121,7 @@ def _look_at_chunk(look: _Look, layout: Layout, chunk: list[Any]) -> None:
             right = ",".join(map(str, units))
         if indexed[index].decode() != right:
             got = indexed[index].decode()
-            look.broken.append(f"index: chunk {name} is indexed '{got}' for {stage.name}, its rows say '{right}'")
+            look.note(f"index: chunk {name} is indexed '{got}' for {stage.name}, its rows say '{right}'")
 
 
 def _placed(runs: list[tuple[int, str]]) -> Iterator[tuple[int, int, str]]:
@@ -129,20 +136,20 @@ def _look_at_counts(look: _Look, store: ExperienceStore, layout: Layout) -> None
 
     def compare(what: str, counted: int, found: int) -> None:
         if counted != found:
-            look.broken.append(f"counts: {what} counts {counted}, the chunks have {found}")
+            look.note(f"counts: {what} counts {counted}, the chunks have {found}", f"{what} {counted - found}")
 
     compare("live", counts.live, look.live)
     compare("bytes", counts.payload_bytes, look.bytes)
     ended = sum(counts.ended.values())
     if ended != counts.admitted - counts.live:
-        look.broken.append(f"counts: {ended} rows ended by state, {counts.admitted - counts.live} by the counters")
+        look.note(f"counts: {ended} rows ended by state, {counts.admitted - counts.live} by the counters")
     for stage in layout.table.stages:
         for kind, by_stage in (("waiting", counts.waiting), ("ready", counts.ready), ("leased", counts.leased)):
             compare(f"{kind} of {stage.name}", by_stage[stage.name], look.rows[stage.name, kind])
     if counts.live > layout.table.capacity_rows:
-        look.broken.append(f"capacity: {counts.live} rows live of {layout.table.capacity_rows}")
+        look.note(f"capacity: {counts.live} rows live of {layout.table.capacity_rows}")
     if min(counts.waiting.values(), default=0) < 0:
-        look.broken.append(f"counts: a negative number of rows waits: {dict(counts.waiting)}")
+        look.note(f"counts: a negative number of rows waits: {dict(counts.waiting)}")
 
 
 def _look_at_leases(look: _Look, link: Link, layout: Layout, target: str) -> None:
@@ -154,14 +161,14 @@ def _look_at_leases(look: _Look, link: Link, layout: Layout, target: str) -> Non
             own = rows & set(range(first, first + count))
             known = held.setdefault((index, chunk), set())
             if own & known:
-                look.broken.append(f"lease: {lease.decode()} shares rows of chunk {chunk} with another lease")
+                look.note(f"lease: {lease.decode()} shares rows of chunk {chunk} with another lease")
             known |= own
     for (index, chunk), runs in look.leased.items():
         rows = {row for a, n in runs for row in range(a, a + n)}
         lost = rows - held.get((index, chunk), set())
         if lost:
             stage = layout.table.stages[index - 1].name
-            look.broken.append(f"lease: rows {sorted(lost)[:8]} of chunk {chunk} are leased by nobody for {stage}")
+            look.note(f"lease: rows {sorted(lost)[:8]} of chunk {chunk} are leased by nobody for {stage}")
 
 
 def _look_at_payload(look: _Look, client: redis.Redis, prefix: str) -> None:
@@ -175,6 +182,6 @@ def _look_at_payload(look: _Look, client: redis.Redis, prefix: str) -> None:
             pipeline.strlen(start + name)
         for name, size in zip(some, pipeline.execute(), strict=True):
             if size != look.payload[name]:
-                look.broken.append(f"payload: {name} has {size} bytes, its chunk says {look.payload[name]}")
+                look.note(f"payload: {name} has {size} bytes, its chunk says {look.payload[name]}")
     for name in sorted(stored - look.payload.keys()):
-        look.broken.append(f"payload: {name} belongs to no chunk")
+        look.note(f"payload: {name} belongs to no chunk")

@@ -101,8 +101,9 @@ local function collect(t, i, want, version)
       if stage.by_unit then first, count = units[k] * size, size end
       if stale then end_stale(t, chunk, i, version) end
       if stage.scope == 'chunk' then want.room, want.most = chunk.n, chunk.n end
+      local before = want.got
       local whole = take(t, chunk, i, first, count, size, want)
-      if stage.by_unit and want.got > 0 then want.clock = tonumber(found[2 * k]) end
+      if stage.by_unit and want.got > before then want.clock = tonumber(found[2 * k]) end
       if id ~= last then chunks, last = chunks + 1, id end
       if not whole or want.room <= 0 or (stage.scope == 'chunk' and want.got > 0) then return end
       if chunks >= MOST_CHUNKS and want.got >= want.least then return end

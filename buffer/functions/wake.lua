@@ -37,18 +37,27 @@ local function allowed_rows(t, i)
   return math.floor(t.state[ADMITTED] * ratio - stage_state(t, i, TAKEN) - least)
 end
 
+-- Has stage i ready rows of chunks up to this ordinal?
+local function ready_up_to(t, i, ordinal)
+  local stage, key = t.stages[i], t.prefix .. KEY.ready .. i
+  if not stage.by_unit then
+    local head = stage.selector == 'fresh_first' and redis.call('ZREVRANGE', key, 0, 0, 'WITHSCORES')
+      or redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
+    local oldest = head[2]
+    return oldest and math.abs(tonumber(oldest)) <= ordinal
+  end
+  for _, id in ipairs(redis.call('ZRANGE', t.prefix .. KEY.since .. i, 0, -1)) do
+    if chunk_of(t, id).ordinal <= ordinal then return true end
+  end
+  return false
+end
+
 -- May stage i take less than its min_batch: the upstream has closed, or the oldest row has waited long enough?
 local function flushed(t, i)
   local stage, closed = t.stages[i], t.state[CLOSED]
   if closed > 0 then
     local waiting = redis.call('ZRANGE', t.prefix .. KEY.open .. i, 0, 0, 'WITHSCORES')
-    if not waiting[2] or tonumber(waiting[2]) > closed then
-      local head = redis.call('ZRANGE', t.prefix .. KEY.since .. i, 0, 0)
-      for _, id in ipairs(head) do
-        local chunk = chunk_of(t, id)
-        if chunk and chunk.ordinal <= closed then return true end
-      end
-    end
+    if (not waiting[2] or tonumber(waiting[2]) > closed) and ready_up_to(t, i, closed) then return true end
   end
   if stage.max_wait_ms then
     local oldest = redis.call('ZRANGE', t.prefix .. KEY.since .. i, 0, 0, 'WITHSCORES')
