@@ -592,7 +592,7 @@ class RedisStore(ExperienceStore):
         """Make dead rows live again; see `ExperienceStore.retry`.
 
         Raises:
-            UsageError: another worker's lease still names the rows.
+            UsageError: another worker's lease still names the rows, or the table is full.
         """
         return self._bury(letter, 1)
 
@@ -612,6 +612,13 @@ class RedisStore(ExperienceStore):
                 got=f"a lease of worker '{reply[1].decode()}' that names them",
                 expected="rows that nobody holds",
                 remedy="Try again when its lease is over",
+            )
+        if reply[0] == "full":
+            raise UsageError(
+                f"retry of {where.count} rows of chunk '{where.chunk}'",
+                got=f"{reply[1]} of {one.layout.table.capacity_rows} rows live",
+                expected="room for them",
+                remedy="Try again when rows have ended",
             )
         return int(reply[1])
 

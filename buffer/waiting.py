@@ -22,6 +22,7 @@ _GRACE_S, _MOST_GRACE_S = (
     5.0,
 )  # a blocked pop ends by itself; this long after its time-out the connection is given up
 _PAUSE_S = 0.05  # after a lost connection
+_LOOK_S = 2.0  # a token may have gone to a process that died before it could claim: look again
 _Interests = Mapping[
     str, Sequence[int]
 ]  # table (as `Link.call` takes it) to (stage index or 0 for room, rows, settled or bytes)...
@@ -57,7 +58,7 @@ class Waiter:
                 if met:
                     self._unregister(interests)
                     return True
-                sleep_s = left_s if due_s is None else min(left_s, due_s + 0.002)
+                sleep_s = min(left_s, _LOOK_S if due_s is None else min(due_s + 0.002, _LOOK_S))
                 woken = self._sleep(interests, sleep_s, wake_fd)
                 if woken is not None:
                     return woken
@@ -86,7 +87,7 @@ class Waiter:
                     self._unregister({target: ()})
                     return reply
                 due_ms = int(reply[-1])
-                sleep_s = left_s if due_ms < 0 else min(left_s, due_ms / 1000 + 0.002)
+                sleep_s = min(left_s, _LOOK_S if due_ms < 0 else min(due_ms / 1000 + 0.002, _LOOK_S))
                 verb, *args = call(self._name, int(left_s * 1000) + 1000, max(1, int(waited_s * 1000)))
                 reply = self._pop_and_call(target, sleep_s, str(verb), args)
             return reply

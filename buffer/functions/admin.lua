@@ -10,9 +10,10 @@ register('prioritize', function(keys, args)
     if chunk then
       local size = unit_rows(chunk, t.stages[i])
       local first, count = tonumber(args[k + 1]), tonumber(args[k + 2])
-      if first % size > 0 or count % size > 0 then return {'units', args[k]} end
+      if first % size > 0 or count % size > 0 or first + count > chunk.n then return {'units', args[k]} end
     end
   end
+  local clock = stage_state(t, i, CLOCK)
   for k = 2, #args, 4 do
     local chunk = chunk_of(t, args[k])
     if chunk then
@@ -20,8 +21,13 @@ register('prioritize', function(keys, args)
       local first, count = tonumber(args[k + 1]), tonumber(args[k + 2])
       local ready = ready_units(t, chunk, chunk.runs, i)
       for u = first / size, (first + count) / size - 1 do
-        redis.call('HSET', t.prefix .. KEY.priority .. i, chunk.id .. '#' .. u, args[k + 3])
-        if ready[u] then redis.call('ZADD', t.prefix .. KEY.ready .. i, ring(t, chunk, i, u, ready[u]), chunk.id .. '#' .. u) end
+        local member, rates = chunk.id .. '#' .. u, t.prefix .. KEY.priority .. i
+        if ready[u] then  -- what is left of its time passes faster or slower
+          local old = tonumber(redis.call('HGET', rates, member) or 1)
+          local left = tonumber(redis.call('ZSCORE', t.prefix .. KEY.ready .. i, member)) - clock
+          zadd(t, t.prefix .. KEY.ready .. i, string.format('%.17g', clock + left * old / tonumber(args[k + 3])), member)
+        end
+        redis.call('HSET', rates, member, args[k + 3])
       end
     end
   end
@@ -52,7 +58,7 @@ local function leased(t, id, first, count)
   end
 end
 
--- bury(member, 1 to retry or 0 to drop, label): {"ok", rows} or {"leased", worker}.
+-- bury(member, 1 to retry or 0 to drop, label): {"ok", rows}, {"leased", worker} or {"full", live rows}.
 register('bury', function(keys, args)
   local t = open_table(keys)
   if not t then return {'unknown'} end
@@ -63,6 +69,7 @@ register('bury', function(keys, args)
   if args[2] == '1' then
     local worker = leased(t, id, first, count)
     if worker then return {'leased', worker} end
+    if live_rows(t) + count > t.config.capacity_rows then return {'full', live_rows(t)} end
   end
   redis.call('ZREM', t.prefix .. KEY.dead, args[1])
   local rows

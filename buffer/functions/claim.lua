@@ -164,8 +164,10 @@ register('claim', function(keys, args)
     commit(t)
     t = open_table(keys)
   end
-  local want = {picks = {}, got = 0, room = tonumber(args[4]), most = tonumber(args[4]), least = least, ranges = MOST_RANGES, tokens = number_or_nil(args[6])}
-  if least > MOST_RANGES or stage.scope == 'batch' then want.ranges = math.max(MOST_RANGES, want.room) end
+  local most = tonumber(args[4])
+  local want = {picks = {}, got = 0, room = most, most = most, ranges = MOST_RANGES, tokens = number_or_nil(args[6])}
+  want.least = math.max(least, math.min(stage.min_batch, stage_state(t, i, READY)))
+  if want.least > MOST_RANGES or stage.scope == 'batch' then want.ranges = math.max(MOST_RANGES, most) end
   if claimable(t, i, least) then
     want.room = math.min(want.room, allowed_rows(t, i))
     collect(t, i, want, number_or_nil(args[7]))
@@ -174,6 +176,7 @@ register('claim', function(keys, args)
   if want.large then return {'large', want.large} end
   if want.got == 0 or (stage.scope ~= 'chunk' and want.got < least) then
     if args[8] ~= '' then
+      t.quiet = i  -- it could not take what there is: what changes next may help
       add_waiter(t, args[8], args[3], tonumber(args[9]), tonumber(args[10]), {i, least, 0})
     end
     if args[8] ~= '' or t.order[1] then commit(t) end
@@ -272,7 +275,6 @@ end, 'no-writes')
 
 -- counts(): {"ok", state, ended as a flat field, value list}.
 register('counts', function(keys)
-  local state = redis.call('GET', keys[1] .. KEY.state)
-  if not state then return {'unknown'} end
-  return {'ok', state, redis.call('HGETALL', keys[1] .. KEY.ended)}
+  if not open_table(keys) then return {'unknown'} end
+  return {'ok', redis.call('GET', keys[1] .. KEY.state), redis.call('HGETALL', keys[1] .. KEY.ended)}
 end, 'no-writes')

@@ -118,7 +118,7 @@ local function to_settled(config, sig) return settled(config, sig) end
 local function join(t, chunk)
   for _, i in ipairs(t.config.grouped) do
     local at, stage = t.config.pos[i], t.stages[i]
-    if #chunk.runs == 3 then
+    if #chunk.runs == 3 and not stage.group_deadline_ms then
       if string.byte(chunk.runs[3], at) == 99 then move(t, chunk, all_rows(chunk), 'join' .. i, to_joined, i) end
     elseif has(chunk.runs, at, 99) or stage.group_deadline_ms then
       local size = unit_rows(chunk, stage)
@@ -289,10 +289,11 @@ local function expire(t, most)
         local missing, complete = {}, 0
         each_run(chunk, {u * size, size}, function(sig, _, from, rows)
           local char = string.byte(sig, at)
-          if char == 99 then complete = complete + rows end
+          if string.byte(sig, 1) ~= 111 then return end
+          if char ~= 119 then complete = complete + rows end
           if char == 119 then missing[#missing + 1], missing[#missing + 2] = from, rows end
         end)
-        if complete < t.stages[i].group_min then missing = {u * size, size} end
+        if missing[1] and complete < t.stages[i].group_min then missing = {u * size, size} end
         local final = {state = 'dead', label = 'dead(group deadline)', reason = 'group deadline', step = -1}
         end_rows(t, chunk, missing, final, 0, 0)
       end

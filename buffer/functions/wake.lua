@@ -159,7 +159,7 @@ local function wake(t)
   if state[config.base[0] + WAITERS] > 0 and t.roomier then wake_stage(t, 0) end
   for i = 1, #t.stages do
     local at = config.base[i]
-    if state[at + WAITERS] > 0 and (state[at + LEAST] == 0 or claimable(t, i, state[at + LEAST])) then wake_stage(t, i) end
+    if state[at + WAITERS] > 0 and i ~= t.quiet and (state[at + LEAST] == 0 or claimable(t, i, state[at + LEAST])) then wake_stage(t, i) end
   end
 end
 
@@ -285,9 +285,6 @@ local function commit(t)
       end
     end
   end
-  if sets[1] then
-    for from = 1, #sets, SOME do redis.call('MSET', unpack(sets, from, math.min(from + SOME - 1, #sets))) end
-  end
   for key, list in pairs(t.zadd) do in_parts('ZADD', key, list) end
   for key, list in pairs(t.zrem) do in_parts('ZREM', key, list) end
   if t.gone[1] then unlink(t.gone) end
@@ -297,5 +294,7 @@ local function commit(t)
   end
   wake(t)
   state[COMMITS] = state[COMMITS] + 1
-  redis.call('SET', t.prefix .. KEY.state, struct.pack(t.config.format, unpack(state, 1, t.config.fields)))
+  sets[#sets + 1] = t.prefix .. KEY.state
+  sets[#sets + 1] = struct.pack(t.config.format, unpack(state, 1, t.config.fields))
+  for from = 1, #sets, SOME do redis.call('MSET', unpack(sets, from, math.min(from + SOME - 1, #sets))) end
 end
