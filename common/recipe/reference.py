@@ -31,7 +31,7 @@ Every key of a recipe. This page is generated: `python -m rlmq.common.recipe.ref
 
 An unfinished run is continued by the same command. With a changed recipe it is continued only if all changes are
 harmless: `train.steps` (where the learning rate's schedule does not depend on it), `data.passes`,
-`evaluate.every_steps`, `checkpoint`, `deadlines`, `track`, `placement`; outside deterministic mode also
+`evaluate.every_steps`, `checkpoint`, `stages`, `deadlines`, `track`, `placement`; outside deterministic mode also
 `train.micro_batch_tokens`, `train.activation_checkpointing` and `reward.*.timeout_s`. In deterministic mode,
 trainer ranks and threads may not change.
 """

@@ -46,6 +46,8 @@ def test_what_changes_the_result_is_not_harmless(read: Read, override: str) -> N
         "train.steps=9", "data.passes=2", "checkpoint.every_steps=1", "checkpoint.keep=5", "deadlines.step_s=5",
         "track=[jsonl, wandb]", "placement.rollout.workers=2", "placement.reward.workers=2",
         "evaluate.every_steps=1", "run.folder=elsewhere", "train.lr_steps=4",
+        "stages.reward.min_batch=8", "stages.reference.max_wait_s=2", "stages.reward.lease_s=5",
+        "stages.reward.max_deliveries=1", "dataflow.min_batch_for_reward=8",
     ],
 )  # fmt: skip
 def test_what_leaves_the_trained_steps_alone_is_harmless(read: Read, override: str) -> None:
