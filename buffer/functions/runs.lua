@@ -164,3 +164,46 @@ local function tokens_of(chunk, first, count)
   for row = first, first + count - 1 do sum = sum + struct.unpack('<I4', chunk.tokens, 4 * row + 1) end
   return sum
 end
+
+local function sig_is_over(config, sig)
+  if string.find(sig, '^[otx]') then return false end
+  for i, stage in ipairs(config.stages) do
+    if stage.ended and string.byte(sig, config.pos[i]) ~= 97 then return false end
+  end
+  return true
+end
+
+-- A chunk is freed when every row ended, is durable if trained, dropped if dead, and was seen by the stages that want
+-- ended rows.
+local function is_over(t, chunk)
+  local memo, runs = memo_of(t.config, 'over'), chunk.runs
+  for k = 3, #runs, 3 do
+    local over = memo[runs[k]]
+    if over == nil then
+      over = sig_is_over(t.config, runs[k])
+      memo[runs[k]] = over
+    end
+    if not over then return false end
+  end
+  return true
+end
+
+-- Stages whose indexes change when a chunk that is one run goes from one signature to another ('': there is none).
+local function affected(config, old, new)
+  local memo = memo_of(config, 'affected')
+  local by_new = memo[old] or {}
+  memo[old] = by_new
+  local list = by_new[new]
+  if list then return list end
+  list = {}
+  for i, stage in ipairs(config.stages) do
+    local at = config.pos[i]
+    local from, to = string.sub(old, at, at), string.sub(new, at, at)
+    local opened, open = from == 'w' or from == 'c', to == 'w' or to == 'c'
+    if (from == 'r') ~= (to == 'r') or (stage.min_batch > 1 and opened ~= open)
+      or (stage.selector == 'prioritized' and new == '') then list[#list + 1] = i end
+  end
+  by_new[new] = list
+  config.learnt = config.learnt + 1
+  return list
+end

@@ -55,7 +55,7 @@ local function read_config(packed, version)
   local config = cmsgpack.unpack(blobs[2])
   local columns = cmsgpack.unpack(blobs[1])
   config.schema, config.units, config.identity = columns.schema, columns.units, columns.identity
-  config.stages, config.pos, config.base, config.grouped, config.timed = {}, {}, {}, {}, {}
+  config.stages, config.pos, config.base, config.grouped, config.timed, config.every = {}, {}, {}, {}, {}, {}
   config.version, config.memo, config.learnt = version, {}, 0
   local unit_of = {}
   for j, names in ipairs(config.units) do
@@ -73,6 +73,7 @@ local function read_config(packed, version)
     if stage.grouped then config.grouped[#config.grouped + 1] = i end
     if stage.group_deadline_ms then config.timed[#config.timed + 1] = i end
     config.stages[i] = stage
+    config.every[i] = i
     config.pos[i] = 1 + #config.units + 2 * i
     config.base[i] = base_of(i)
   end
@@ -98,7 +99,7 @@ local function open_table(keys)
   local time = redis.call('TIME')
   return {
     prefix = prefix, config = config, stages = config.stages, state = {struct.unpack(config.format, packed)},
-    zadd = {}, zrem = {}, now = time[1] * 1000 + math.floor(time[2] / 1000), chunks = {}, order = {}, ended = {}, gone = {},
+    now = time[1] * 1000 + math.floor(time[2] / 1000), chunks = {}, order = {}, ended = {},
   }
 end
 
@@ -236,20 +237,4 @@ local function has(runs, at, byte)
     if string.byte(runs[k], at) == byte then return true end
   end
   return false
-end
-
--- A chunk is freed when every row ended, is durable if trained, dropped if dead, and was seen by the stages that want
--- ended rows.
-local function is_over(t, chunk)
-  for k = 3, #chunk.runs, 3 do
-    if string.find(chunk.runs[k], '^[otx]') then return false end
-  end
-  for i, stage in ipairs(t.stages) do
-    if stage.ended then
-      for k = 3, #chunk.runs, 3 do
-        if string.byte(chunk.runs[k], t.config.pos[i]) ~= 97 then return false end
-      end
-    end
-  end
-  return true
 end

@@ -191,12 +191,14 @@ end
 
 -- Additions to and removals from sorted sets, gathered for one command each.
 local function zadd(t, key, score, member)
+  t.zadd = t.zadd or {}
   local list = t.zadd[key] or {}
   t.zadd[key] = list
   list[#list + 1], list[#list + 2] = score, member
 end
 
 local function zrem(t, key, member)
+  t.zrem = t.zrem or {}
   local list = t.zrem[key] or {}
   t.zrem[key] = list
   list[#list + 1] = member
@@ -208,7 +210,10 @@ end
 
 -- Bring the indexes of a chunk from its runs before to its runs now (none: it is freed).
 local function index(t, chunk, now)
-  for i, stage in ipairs(t.stages) do
+  local all = t.config.every
+  if #chunk.before <= 3 and #now <= 3 then all = affected(t.config, chunk.before[3] or '', now[3] or '') end
+  for _, i in ipairs(all) do
+    local stage = t.stages[i]
     local at, key = t.config.pos[i], t.prefix .. KEY.ready .. i
     local had, has_now = has(chunk.before, at, 114), has(now, at, 114)
     if stage.by_unit then
@@ -270,12 +275,13 @@ end
 local function commit(t)
   local state = t.state
   if state[DEAD] > t.config.max_dead_rows then bound_dead(t) end
-  local sets = {}
+  local sets, gone = {}, nil
   for _, chunk in ipairs(t.order) do
     if chunk.runs ~= chunk.before or chunk.dirty then
       if is_over(t, chunk) then
-        add_keys(t, chunk, t.gone)
-        t.gone[#t.gone + 1] = t.prefix .. KEY.chunk .. chunk.id
+        gone = gone or {}
+        add_keys(t, chunk, gone)
+        gone[#gone + 1] = t.prefix .. KEY.chunk .. chunk.id
         index(t, chunk, NONE)
         state[BYTES] = state[BYTES] - chunk.bytes
         t.roomier = true
@@ -285,9 +291,13 @@ local function commit(t)
       end
     end
   end
-  for key, list in pairs(t.zadd) do in_parts('ZADD', key, list) end
-  for key, list in pairs(t.zrem) do in_parts('ZREM', key, list) end
-  if t.gone[1] then unlink(t.gone) end
+  if t.zadd then
+    for key, list in pairs(t.zadd) do in_parts('ZADD', key, list) end
+  end
+  if t.zrem then
+    for key, list in pairs(t.zrem) do in_parts('ZREM', key, list) end
+  end
+  if gone then unlink(gone) end
   for label, rows in pairs(t.ended) do
     redis.call('HINCRBY', t.prefix .. KEY.ended, label, rows)
     t.roomier = true
