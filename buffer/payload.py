@@ -22,23 +22,33 @@ from rlmq.common.errors import IntegrityError, UsageError
 _US, _RS = "\x1f", "\x1e"
 
 
-class OutgoingPiece(msgspec.Struct, frozen=True):
-    """One piece to set: all columns of a unit (1-based) for some rows of a chunk."""
+class OutgoingPieces(msgspec.Struct, frozen=True):
+    """Pieces to set: all columns of a unit (1-based) for `ranges` of a chunk, one piece for each (first, count)."""
 
     chunk: str
-    first: int
-    count: int
     unit: int
-    data: codec.Encoded
-    name: str
+    tag: str
+    ranges: tuple[tuple[int, int], ...]
+    data: tuple[codec.Encoded, ...]
 
-    def key(self, prefix: str) -> str:
-        """Where the payload goes."""
-        return payload_key(prefix, self.chunk, self.unit, self.name)
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes of all."""
+        return sum(one.nbytes for one in self.data)
 
-    def arguments(self) -> tuple[str | int, ...]:
-        """What the functions get to know of it."""
-        return self.chunk, self.first, self.count, self.unit, self.data.nbytes, self.name
+    def keyed(self, prefix: str) -> list[tuple[str, codec.Encoded]]:
+        """Where each goes: its name is the tag, with a number where there are several."""
+        if len(self.data) == 1:
+            return [(payload_key(prefix, self.chunk, self.unit, self.tag), self.data[0])]
+        names = (f"{self.tag}.{k}" for k in range(len(self.data)))
+        return [(payload_key(prefix, self.chunk, self.unit, n), d) for n, d in zip(names, self.data, strict=True)]
+
+    def arguments(self) -> list[str | int]:
+        """What the functions get to know of them."""
+        given: list[str | int] = [self.chunk, self.unit, self.tag, len(self.data)]
+        for (first, count), one in zip(self.ranges, self.data, strict=True):
+            given += (first, count, one.nbytes)
+        return given
 
 
 class StoredPiece(msgspec.Struct, frozen=True):
@@ -68,24 +78,27 @@ class Whereabouts:
 
 def cut(
     layout: Layout, batch: pa.RecordBatch, units: Sequence[int], ranges: Sequence[RowRange], tag: str
-) -> list[OutgoingPiece]:
+) -> list[OutgoingPieces]:
     """Pieces of `batch`, whose rows are those of `ranges` in order; `tag` makes their names unique."""
-    pieces: list[OutgoingPiece] = []
-    joined = _joined(ranges)
+    found: list[OutgoingPieces] = []
+    places: dict[str, list[tuple[int, int, int]]] = {}  # chunk to (first, count, offset in the batch)
+    offset = 0
+    for one in _joined(ranges):
+        places.setdefault(one.chunk, []).append((one.first, one.count, offset))
+        offset += one.count
     for unit in units:
         part = batch if len(layout.units[unit]) == batch.num_columns else batch.select(layout.units[unit])
-        offset = 0
-        for one in joined:
-            whole = len(joined) == 1
-            data = codec.encode(part if whole else part.slice(offset, one.count))
-            if data.nbytes > codec.MAX_PIECE_BYTES:
-                got = f"{data.nbytes} bytes in {one.count} rows of {list(layout.units[unit])}"
-                expected = f"at most {codec.MAX_PIECE_BYTES}"
-                raise UsageError(f"chunk for table '{layout.table.name}'", got=got, expected=expected)
-            name = tag if whole else f"{tag}.{len(pieces)}"
-            pieces.append(OutgoingPiece(one.chunk, one.first, one.count, unit + 1, data, name))
-            offset += one.count
-    return pieces
+        for chunk, some in places.items():
+            some.sort()
+            data = tuple(codec.encode(part if count == offset else part.slice(at, count)) for _, count, at in some)
+            for encoded in data:
+                if encoded.nbytes > codec.MAX_PIECE_BYTES:
+                    got = f"{encoded.nbytes} bytes of {list(layout.units[unit])} in one chunk"
+                    expected = f"at most {codec.MAX_PIECE_BYTES}"
+                    raise UsageError(f"chunk for table '{layout.table.name}'", got=got, expected=expected)
+            rows = tuple((first, count) for first, count, _ in some)
+            found.append(OutgoingPieces(chunk, unit + 1, tag, rows, data))
+    return found
 
 
 def _joined(ranges: Sequence[RowRange]) -> list[RowRange]:

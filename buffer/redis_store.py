@@ -233,7 +233,7 @@ class RedisStore(ExperienceStore):
         self._check_chunk(layout, rows, producer, sequence, group_size)
         chunk, count = f"{producer}.{sequence}", rows.num_rows
         pieces = payload.cut(layout, rows, units, [RowRange(chunk, 0, count)], self._tag())
-        nbytes = sum(piece.data.nbytes for piece in pieces)
+        nbytes = sum(some.nbytes for some in pieces)
         previous = one.put.get(producer, "")
         head = (layout.schema_fingerprint, producer, sequence, previous, chunk, count, group_size, int(closes))
         told = _told(facts, count, table)
@@ -294,12 +294,14 @@ class RedisStore(ExperienceStore):
         verb: str,
         one: _Open,
         head: Sequence[Argument],
-        pieces: Sequence[payload.OutgoingPiece],
+        pieces: Sequence[payload.OutgoingPieces],
         end: float,
     ) -> list[Any]:
         """A function with its payload; a server at its memory limit is full, not broken: try until `end`."""
-        args = (*head, *(argument for piece in pieces for argument in piece.arguments()))
-        sets = [(piece.key(one.prefix), piece.data) for piece in pieces]
+        args = [*head]
+        for some in pieces:
+            args += some.arguments()
+        sets = [pair for some in pieces for pair in some.keyed(one.prefix)]
         while True:
             try:
                 return self._link.call(verb, one.target, *args, payload=sets)

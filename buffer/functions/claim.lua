@@ -1,7 +1,7 @@
 -- Claiming rows, reading where their payload is, and waiting.
 
 -- Of a claim that may take less: a function's time is everybody's stall.
-local MOST_RANGES, MOST_CHUNKS = 256, 128
+local MOST_RANGES, MOST_CHUNKS = 128, 64
 local AT_FIRST, AT_ONCE = 4, 32  -- entries of the ready index looked at together
 
 -- The table after time has done its part: leases and groups that are over.

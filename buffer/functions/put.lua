@@ -80,12 +80,28 @@ register('adopt', function(keys, args)
   return {'ok'}
 end, 'allow-oom')
 
--- A piece in the arguments: chunk, first, count, unit, bytes, name.
-local PIECE = 6
+-- Pieces in the arguments: {chunk, unit, tag, number, {first, count, bytes}...}..., those of one chunk and unit together and in
+-- order of their rows. A piece is named by its tag, the k-th of several by tag.k.
 
+-- Call fn(chunk, unit, tag, index of the first piece's first row, number of pieces).
+local function each_group(args, at, fn)
+  while at <= #args do
+    local number = tonumber(args[at + 3])
+    fn(args[at], tonumber(args[at + 1]), args[at + 2], at + 4, number)
+    at = at + 4 + 3 * number
+  end
+end
+
+local function piece_name(tag, number, k) return number == 1 and tag or tag .. '.' .. k - 1 end
+
+local function group_keys(t, keys, id, unit, tag, number)
+  for k = 1, number do keys[#keys + 1] = payload_key(t, id, unit .. '.' .. piece_name(tag, number, k)) end
+end
+
+-- Unlink the payload that came with a call which is refused.
 local function refuse(keys, args, at, reply)
   local names = {}
-  for k = at, #args, PIECE do names[#names + 1] = keys[1] .. KEY.payload .. args[k] .. '/' .. args[k + 3] .. '.' .. args[k + 5] end
+  each_group(args, at, function(id, unit, tag, _, number) group_keys({prefix = keys[1]}, names, id, unit, tag, number) end)
   unlink(names)
   return reply
 end
@@ -93,42 +109,49 @@ end
 -- Unlink pieces that no chunk refers to: those of a repeated call.
 local function drop_unreferenced(t, args, at)
   local names = {}
-  for k = at, #args, PIECE do
-    local chunk, unit, name = chunk_of(t, args[k]), tonumber(args[k + 3]), args[k + 5]
-    local held = chunk and string.find(';' .. chunk.pieces[unit], ';' .. name .. ':', 1, true)
-    if not held then names[#names + 1] = payload_key(t, args[k], unit .. '.' .. name) end
-  end
+  each_group(args, at, function(id, unit, tag, _, number)
+    local chunk = chunk_of(t, id)
+    for k = 1, number do
+      local name = piece_name(tag, number, k)
+      local held = chunk and string.find(';' .. chunk.pieces[unit], ';' .. name .. ':', 1, true)
+      if not held then names[#names + 1] = payload_key(t, id, unit .. '.' .. name) end
+    end
+  end)
   unlink(names)
 end
 
--- Enter pieces {first, count, bytes, name}... of one unit in the chunk, in order of their rows: what they replace wholly is
--- unlinked, their rows have the unit's columns from now on.
-local function enter(t, chunk, unit, pieces, version, tag)
-  local kept, replaced, ranges, bytes = {}, {}, {}, 0
-  for entry in string.gmatch(chunk.pieces[unit], '[^;]+') do
-    local theirs, from, rows, size = string.match(entry, '^([^:]*):(%d+):(%d+):(%d+)')
-    from, rows = tonumber(from), tonumber(rows)
-    local gone, same = false, false
-    for _, piece in ipairs(pieces) do
-      if piece[4] == theirs then same = true end
-      if from >= piece[1] and from + rows <= piece[1] + piece[2] then gone = true end
-    end
-    if gone or same then
-      bytes = bytes - tonumber(size)
-      if not same then replaced[#replaced + 1] = payload_key(t, chunk.id, unit .. '.' .. theirs) end
-    else
-      kept[#kept + 1] = entry .. ';'
-    end
+-- Enter pieces of one unit in the chunk: what they replace wholly is unlinked, their rows have the unit's columns from now on.
+local function enter(t, chunk, unit, tag, args, at, number, version, told)
+  local entries, ranges, bytes, own = {}, {}, 0, {}
+  local rest = table.concat({'', t.now - chunk.at, version, told}, ':') .. ';'
+  for k = 1, number do
+    local first, count, size = args[at], args[at + 1], args[at + 2]
+    local name = piece_name(tag, number, k)
+    entries[k] = name .. ':' .. first .. ':' .. count .. ':' .. size .. rest
+    own[name] = true
+    ranges[2 * k - 1], ranges[2 * k] = tonumber(first), tonumber(count)
+    bytes, at = bytes + size, at + 3
   end
-  unlink(replaced)
-  for _, piece in ipairs(pieces) do
-    local entry = {piece[4], piece[1], piece[2], piece[3], t.now - chunk.at, version, tag}
-    kept[#kept + 1] = table.concat(entry, ':') .. ';'
-    bytes = bytes + piece[3]
-    local n = #ranges
-    ranges[n + 1], ranges[n + 2] = piece[1], piece[2]
+  if chunk.pieces[unit] ~= '' then
+    local kept, replaced = {}, {}
+    for entry in string.gmatch(chunk.pieces[unit], '[^;]+') do
+      local theirs, from, rows, size = string.match(entry, '^([^:]*):(%d+):(%d+):(%d+)')
+      local stop = from + rows
+      from = tonumber(from)
+      local gone = own[theirs]
+      for k = 1, gone and 0 or #ranges, 2 do
+        if from >= ranges[k] and stop <= ranges[k] + ranges[k + 1] then
+          gone = true
+          replaced[#replaced + 1] = payload_key(t, chunk.id, unit .. '.' .. theirs)
+          break
+        end
+      end
+      if gone then bytes = bytes - size else kept[#kept + 1] = entry .. ';' end
+    end
+    unlink(replaced)
+    entries[1] = table.concat(kept) .. entries[1]
   end
-  chunk.pieces[unit] = table.concat(kept)
+  chunk.pieces[unit] = table.concat(entries)
   chunk.bytes = chunk.bytes + bytes
   chunk.dirty = true
   t.state[BYTES] = t.state[BYTES] + bytes
@@ -172,7 +195,7 @@ register('put', function(keys, args)
   end
   if args[4] ~= '' and args[4] ~= mark then return refuse(keys, args, 12, {'older', mark or 'none'}) end
   local bytes = 0
-  for k = 12, #args, PIECE do bytes = bytes + tonumber(args[k + 4]) end
+  each_group(args, 12, function(_, _, _, at) bytes = bytes + args[at + 2] end)
   local limit = put_limit(t, rows, bytes)
   if limit then
     local stage, todo = slowest_stage(t)
@@ -192,9 +215,9 @@ register('put', function(keys, args)
   }
   t.chunks[id] = chunk
   t.order[#t.order + 1] = chunk
-  for k = 12, #args, PIECE do
-    enter(t, chunk, tonumber(args[k + 3]), {{0, rows, tonumber(args[k + 4]), args[k + 5]}}, args[9], args[11])
-  end
+  each_group(args, 12, function(_, unit, tag, at, number)
+    enter(t, chunk, unit, tag, args, at, number, args[9], args[11])
+  end)
   join(t, chunk)
   if args[8] == '1' then state[CLOSED] = state[ORDINAL] end
   end_logged(t, chunk)
@@ -235,28 +258,18 @@ register('write', function(keys, args)
     commit(t)
     return refuse(keys, args, 7, {'fenced'})
   end
-  local orphans, version, entries, order, ids = {}, number_or_nil(args[4]), {}, {}, {}
-  local f = held.fields
+  local orphans, ids, version, f = {}, {}, number_or_nil(args[4]), held.fields
   for k = 5, #f, 3 do ids[#ids + 1] = f[k] end
   prefetch(t, ids, 1, #ids)
-  for k = 7, #args, PIECE do
-    local id, unit, name = args[k], tonumber(args[k + 3]), args[k + 5]
-    if chunk_of(t, id) then
-      local at = unit .. '.' .. id
-      if not entries[at] then
-        entries[at] = {}
-        order[#order + 1] = {id, unit, entries[at]}
-      end
-      table.insert(entries[at], {tonumber(args[k + 1]), tonumber(args[k + 2]), tonumber(args[k + 4]), name})
+  each_group(args, 7, function(id, unit, tag, at, number)
+    local chunk = chunk_of(t, id)
+    if chunk then
+      enter(t, chunk, unit, tag, args, at, number, args[4], args[6])
     else
-      orphans[#orphans + 1] = payload_key(t, id, unit .. '.' .. name)
+      group_keys(t, orphans, id, unit, tag, number)
     end
-  end
+  end)
   unlink(orphans)
-  for _, one in ipairs(order) do
-    table.sort(one[3], function(a, b) return a[1] < b[1] end)
-    enter(t, chunk_of(t, one[1]), one[2], one[3], args[4], args[6])
-  end
   if args[5] ~= '' then
     local at = 0
     for k = 5, #f, 3 do
