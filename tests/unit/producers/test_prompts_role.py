@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import pyarrow as pa
 import pytest
 import structlog
 
@@ -46,9 +47,9 @@ train: {{steps: 3}}
 """
     )
 
-    def make(*overrides: str) -> tuple[PromptsRole, RedisStore]:
+    def make(*overrides: str, store: RedisStore | None = None) -> tuple[PromptsRole, RedisStore]:
         recipe = load_recipe(tmp_path / "b.yaml", overrides).recipe
-        store = RedisStore(redis_url, run_id="b-1", worker="prompts-0", put_timeout_s=5)
+        store = store or RedisStore(redis_url, run_id="b-1", worker="prompts-0", put_timeout_s=5)
         columns = sample_columns(recipe.reward_names, reference=False)
         store.open(sample_tables(columns, actor_needs=("reward",), reference=False, capacity_rows=1000))
         return PromptsRole(context(recipe, tmp_path), store), store
@@ -95,6 +96,27 @@ def test_a_step_is_put_in_chunks_of_whole_groups(make_role: MakeRole) -> None:
     ]
     assert [row["group_id"] for row in rows] == [f"train-000001-{g:04d}" for g in range(5) for _ in range(4)]
     assert {(row["step"], row["source"]) for row in rows} == {(1, "train")}
+
+
+class Listening(RedisStore):
+    """Notes which puts close the step."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, run_id="b-1", worker="prompts-0")
+        self.closing: list[tuple[str, bool]] = []
+
+    def put(self, table: str, rows: pa.RecordBatch, **how: Any) -> bool:
+        self.closing.append((table, how["closes"]))
+        return super().put(table, rows, **how)
+
+
+def test_the_last_chunk_of_a_step_closes_it(make_role: MakeRole, redis_url: str) -> None:
+    store = Listening(redis_url)
+    role, _ = make_role(store=store)
+    role.admit({"step": 1})
+    role.admit_eval({"step": 1})
+    assert store.closing == [("train", False), ("train", False), ("train", True), ("eval", True)]
+    store.close()
 
 
 def test_a_row_has_tokens_text_and_the_record(make_role: MakeRole) -> None:

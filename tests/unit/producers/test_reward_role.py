@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,10 +19,11 @@ import pyarrow as pa
 import pytest
 
 from rlmq.buffer.redis_store import RedisStore
-from rlmq.buffer.store import Claim, Stage, Table
+from rlmq.buffer.store import Claim, RowRange, Stage, Table
 from rlmq.common.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, arrow_schema, sample_columns
 from rlmq.common.errors import UsageError
 from rlmq.common.logs import configure
+from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.common.worker import WorkerContext
@@ -52,6 +55,7 @@ class Bench:
         self.log = io.StringIO()
         (folder / "rewards.py").write_text(SOURCE)
         self.lease_s = 60.0
+        self.min_batch = 1
         self.puts = 0
         self.roles: list[RewardRole] = []
         self.stores: list[RedisStore] = []
@@ -65,12 +69,14 @@ class Bench:
                 "reward": tuple({"timeout_s": 20.0, **block} for block in blocks),
                 "rollout": {"batch_size_per_device": 8, **rollout},
                 "train": {"steps": 3},
+                "stages": {"reward": {"min_batch": self.min_batch}},
             }
         )
+        self.recipe = recipe
         self.columns = sample_columns(recipe.reward_names, reference=False)
         stages = (
             Stage("rollout", needs=("prompt_ids",), scope="chunk"),
-            Stage("reward", needs=("response_text",), lease_s=self.lease_s),
+            Stage("reward", needs=("response_text",), lease_s=self.lease_s, min_batch=self.min_batch),
         )
         after = (Stage("actor", needs=("reward",)), Stage("recorder", needs=(), ended=True))
         tables = (
@@ -325,6 +331,38 @@ def test_rows_of_one_chunk_are_scored_in_one_call_in_their_order(bench: Bench) -
         pass
 
     assert bench.rewards() == ([1.0] + [0.0] * 7) * 2
+
+
+def test_a_claim_waits_for_the_stages_min_batch_and_takes_that_many_at_once(bench: Bench) -> None:
+    # given a stage that hands out 20 rows at least, more than a generated chunk
+    bench.min_batch = 20
+    role = bench.open(block("length"))
+    for _ in range(2):
+        bench.put(*"abcdefgh")
+    # then 16 are not enough, of 24 it takes 20, and the rest when the step has no more
+    assert not role.work()
+    bench.put(*"ijklmnop")
+    assert role.work()
+    assert not role.work()
+    bench.store.flush("train")
+    assert role.work()
+    assert re.findall(r"reward\.scored .*rows=(\d+)", bench.log.getvalue()) == ["20", "4"]
+    assert bench.rewards() == [1.0] * 24
+
+
+def test_the_store_is_told_the_recipe_and_each_functions_source(bench: Bench) -> None:
+    (bench.folder / "other.py").write_text(SOURCE + "# another file\n")
+    role = bench.open(block("length"), {"function": "other.py:length"})
+    bench.put("a")
+
+    role.work()
+
+    [written] = [
+        one for one in bench.store.lineage("train", [RowRange("prompts.1", 0, 1)]) if "reward" in one.columns
+    ]
+    hashes = [hashlib.sha256((bench.folder / name).read_bytes()).hexdigest() for name in ("rewards.py", "other.py")]
+    assert written.writer == "reward-0"
+    assert written.tag == f"config {recipe_hash(bench.recipe)} functions {hashes[0][:16]} {hashes[1][:16]}"
 
 
 def test_wait_wakes_when_a_response_comes(bench: Bench) -> None:
