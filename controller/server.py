@@ -66,6 +66,7 @@ class Server:
     run: RunFolder
     binary: Path
     child: subprocess.Popen[bytes] | None = None
+    log_from: int = 0  # where this start's lines begin
 
     @property
     def socket(self) -> Path:
@@ -109,6 +110,7 @@ class Server:
         self.run.server.mkdir(parents=True, exist_ok=True)
         self.run.logs.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
+            self.log_from = output.tell()
             try:
                 self.child = spawn(self.command(), output=output, cwd=self.run.server)
             except OSError as error:
@@ -133,6 +135,7 @@ class Server:
                 self._refuse_ended()
                 try:
                     client.ping()
+                    self._close_torn_file(client)
                     return
                 except BusyLoadingError:
                     state = "still loading its data"
@@ -186,6 +189,17 @@ class Server:
                     remedy="End the processes of this run that were started by hand, or wait for them",
                 )
             time.sleep(0.05)
+
+    def _close_torn_file(self, client: redis.Redis) -> None:
+        """Have a torn append-only file written anew.
+
+        Redis cuts it after the last whole command, which may be inside a transaction: what is appended from now on
+        would then be read as a part of that transaction by the next start, and lost.
+        """
+        with self.log.open("rb") as lines:
+            lines.seek(self.log_from)
+            if b"aof-load-truncated" in lines.read():
+                client.bgrewriteaof()
 
     def _answers(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:

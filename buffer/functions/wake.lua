@@ -127,8 +127,15 @@ local function drop_waiter(t, waiter)
   return 1
 end
 
--- Wake those who wait for stage i (0: for room) and can have it, oldest first, as far as it goes.
-local function wake_stage(t, i)
+-- Has a first row begun to wait for stage i's `max_wait` just now? One waiter must know when that is over.
+local function first_ages(t, i)
+  if not t.ageing or not t.ageing[i] or not t.stages[i].max_wait_ms then return false end
+  local oldest = redis.call('ZRANGE', t.prefix .. KEY.since .. i, 0, 0, 'WITHSCORES')
+  return oldest[2] and tonumber(oldest[2]) == t.now
+end
+
+-- Wake those who wait for stage i (0: for room) and can have it, oldest first, as far as it goes; `one`: the oldest anyhow.
+local function wake_stage(t, i, one)
   local at = t.config.base[i]
   local left = i == 0 and math.huge or t.state[at + READY]
   local least, seen = math.huge, 0
@@ -142,7 +149,8 @@ local function wake_stage(t, i)
     end
     if record[1] < t.now then
       drop_waiter(t, waiter)
-    elseif own <= left and fulfilled(t, interests) then
+    elseif (own <= left and fulfilled(t, interests)) or one then
+      one = false
       drop_waiter(t, waiter)
       redis.call('RPUSH', t.prefix .. KEY.wake .. waiter, '1')
       redis.call('PEXPIRE', t.prefix .. KEY.wake .. waiter, WAKE_TTL_MS)
@@ -159,7 +167,10 @@ local function wake(t)
   if state[config.base[0] + WAITERS] > 0 and t.roomier then wake_stage(t, 0) end
   for i = 1, #t.stages do
     local at = config.base[i]
-    if state[at + WAITERS] > 0 and i ~= t.quiet and (state[at + LEAST] == 0 or claimable(t, i, state[at + LEAST])) then wake_stage(t, i) end
+    if state[at + WAITERS] > 0 and i ~= t.quiet then
+      local ages = first_ages(t, i)
+      if ages or state[at + LEAST] == 0 or claimable(t, i, state[at + LEAST]) then wake_stage(t, i, ages) end
+    end
   end
 end
 
@@ -237,7 +248,11 @@ local function index(t, chunk, now)
       zrem(t, key, chunk.id)
     end
     if stage.min_batch > 1 then
-      if has_now and not had then zadd(t, t.prefix .. KEY.since .. i, t.now, chunk.id) end
+      if has_now and not had then
+        zadd(t, t.prefix .. KEY.since .. i, t.now, chunk.id)
+        t.ageing = t.ageing or {}
+        t.ageing[i] = true
+      end
       if had and not has_now then zrem(t, t.prefix .. KEY.since .. i, chunk.id) end
       local open = has(now, at, 119) or has(now, at, 99)
       local opened = has(chunk.before, at, 119) or has(chunk.before, at, 99)

@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -215,3 +216,24 @@ def test_nothing_of_the_server_is_left_after_its_stop(run: RunFolder) -> None:
     assert isinstance(child, subprocess.Popen)
     assert child.returncode == 0
     assert not server.socket.exists()
+
+
+def test_what_is_written_after_a_torn_transaction_outlives_the_next_start(run):
+    # given an append-only file that ends inside a transaction
+    with running(run) as server, redis.Redis(unix_socket_path=str(server.socket)) as client:
+        client.set("a", 1)
+        with client.pipeline(transaction=True) as transaction:
+            transaction.set("b", "x" * 200).set("c", 1).execute()
+    (part,) = (run.server / "appendonlydir").glob("*.incr.aof")
+    content = part.read_bytes()
+    part.write_bytes(content[: content.index(b"x" * 200) + 50])
+    # when it is loaded, written to, and loaded again
+    with running(run) as server, redis.Redis(unix_socket_path=str(server.socket)) as client:
+        end = time.monotonic() + 20
+        while client.info("persistence")["aof_rewrite_in_progress"] and time.monotonic() < end:
+            time.sleep(0.01)
+        assert client.keys() == [b"a"]
+        client.set("d", 1)
+    # then nothing that was written since is lost
+    with running(run) as server, redis.Redis(unix_socket_path=str(server.socket)) as client:
+        assert sorted(client.keys()) == [b"a", b"d"]
