@@ -2,7 +2,7 @@
 
 Every key of a run starts with `rlmq:{<run>…}`. The part in braces is the hash tag: one per table, so that
 a table lies in one slot of a cluster and its functions may touch all of its keys, and one for the run's
-control records. The functions get the prefix as their only declared key and append a suffix from here
+control records. The functions get the prefix as a declared key and append a suffix from here
 (`buffer/library.py` hands them over), for example `rlmq:{math-1:train}:state`.
 """
 

@@ -33,7 +33,7 @@ _SCHEMAS = 16  # remembered as right
 
 @dataclass(frozen=True)
 class Layout:
-    """A table with everything derived from it. `units` is empty for a table that is not in the server yet."""
+    """A table with everything derived from it. `fixed_units` is empty until the server has the table."""
 
     table: Table
     fixed_units: tuple[tuple[str, ...], ...] = field(default=())
@@ -262,6 +262,10 @@ def _check(table: Table) -> None:
         raise UsageError(f"capacity_rows of {subject}", got=table.capacity_rows, expected="at least 1")
     if table.capacity_bytes is not None and table.capacity_bytes < 1:
         raise UsageError(f"capacity_bytes of {subject}", got=table.capacity_bytes, expected="at least 1, or None")
+    if table.window and (table.window.rows_per_version < 1 or table.window.versions < 0):
+        raise UsageError(f"window of {subject}", got=table.window, expected="rows_per_version ≥ 1, versions ≥ 0")
+    if table.max_dead_rows < 0:
+        raise UsageError(f"max_dead_rows of {subject}", got=table.max_dead_rows, expected="at least 0")
     if not 1 <= table.max_uses <= MAX_DELIVERIES:
         raise UsageError(f"max_uses of {subject}", got=table.max_uses, expected=f"1 to {MAX_DELIVERIES}")
     if len({s.name for s in table.stages}) != len(table.stages):
@@ -281,6 +285,10 @@ def _check_stage(stage: Stage, names: list[str], table: str) -> None:
     if not 1 <= stage.min_batch <= _MIN_BATCH_LIMIT or stage.min_size < 0 or stage.error_buffer < 0:
         got = f"min_batch {stage.min_batch}, min_size {stage.min_size}, error_buffer {stage.error_buffer}"
         raise UsageError(subject, got=got, expected="min_batch ≥ 1, min_size ≥ 0, error_buffer ≥ 0")
+    limits = (stage.max_staleness, stage.max_wait_s, stage.group_deadline_s)
+    if any(limit is not None and limit < 0 for limit in limits) or stage.group_min < 1:
+        got = f"max_staleness {limits[0]}, max_wait_s {limits[1]}, group_deadline_s {limits[2]}, {stage.group_min=}"
+        raise UsageError(subject, got=got, expected="nothing negative, and group_min ≥ 1")
     if stage.samples_per_insert is not None and stage.samples_per_insert <= 0:
         raise UsageError(subject, got=f"samples_per_insert {stage.samples_per_insert}", expected="more than 0")
     if stage.group_deadline_s is not None and stage.scope not in ("group", "chunk"):

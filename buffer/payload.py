@@ -17,7 +17,7 @@ from rlmq.buffer import codec
 from rlmq.buffer.keys import payload_key
 from rlmq.buffer.layout import END_COLUMNS, LINEAGE, Layout, Selection
 from rlmq.buffer.store import RowRange, Written
-from rlmq.common.errors import IntegrityError, UsageError
+from rlmq.common.errors import UsageError
 
 _US, _RS = "\x1f", "\x1e"
 
@@ -102,7 +102,7 @@ def cut(
 
 
 def _joined(ranges: Sequence[RowRange]) -> list[RowRange]:
-    """Neighbouring ranges of one chunk as one (they differ in their delivery only)."""
+    """Neighbouring ranges of one chunk as one, whatever their deliveries and uses."""
     joined: list[RowRange] = []
     for one in ranges:
         last = joined[-1] if joined else None
@@ -294,8 +294,3 @@ def _lineage_column(
             ]
             texts += [msgspec.json.encode(there).decode()] * (stop - first)
     return pa.array(texts, LINEAGE.type)
-
-
-def missing_piece(name: str) -> IntegrityError:
-    """A chunk's record names payload that the server does not have."""
-    return IntegrityError(f"payload '{name}'", got="nothing", expected="the piece that its chunk names")

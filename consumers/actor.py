@@ -19,7 +19,7 @@ from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
 from rlmq.common.engines.micro_batches import build_micro_batch
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import MicroBatch, StepStats
-from rlmq.common.errors import DeadlineExceeded, IntegrityError, RlmqError, UsageError
+from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, RlmqError, UsageError
 from rlmq.common.gloo import GlooTransport
 from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
 from rlmq.common.models import load_model, load_tokenizer, pad_id, resolve_model
@@ -166,8 +166,12 @@ class ActorRole:
             world_size=self._mesh.size,
         )
         self._log.append(entry)
-        self._store.write(claim, batch.advantage_column())
-        self._store.finish(claim, "trained", step=step)
+        try:
+            self._store.write(claim, batch.advantage_column())
+            self._store.finish(claim, "trained", step=step)
+        except Fenced as error:  # the lease ran out, but the log has the step: what it says counts
+            self._context.log.warning("actor.lease_lost", step=step, error=str(error))
+            self._store.finish_logged(TRAIN, "actor", _ranges(entry), step=step)
         self._store.set_version(TRAIN, entry.policy_version)
         return entry, batch
 

@@ -127,8 +127,8 @@ class RecorderRole(Role):
             if held >= counts.live:
                 break
             if now - extended_at >= _EXTEND_EVERY_S:
-                for earlier in claims:
-                    self._store.extend(earlier)
+                claims = [earlier for earlier in claims if self._extended(earlier)]
+                held = sum(earlier.count for earlier in claims)
                 extended_at = now
             limit_s = self._context.recipe.deadlines.step_s
             if now - moved_at > limit_s:
@@ -142,6 +142,15 @@ class RecorderRole(Role):
             self._store.wait([Interest(EVAL, _EVALUATION)], timeout_s=_WAIT_S)
         table = pa.Table.from_batches([claim.rows for claim in claims], schema=self._schema)
         return claims, table.filter(pc.equal(table["step"], step))
+
+    def _extended(self, claim: Claim) -> bool:
+        """False when the lease ran out: the rows come back to be claimed anew."""
+        try:
+            self._store.extend(claim)
+        except Fenced as error:
+            self._context.log.warning("recorder.lease_lost", error=str(error))
+            return False
+        return True
 
     def _end(self, claim: Claim) -> None:
         rewards = claim.rows.column("reward")

@@ -36,7 +36,7 @@ class ReferenceRole(Role):
         model = load_model(folder, torch.float32)
         self._engine = TorchEngine(model, recipe.train, temperature=recipe.rollout.temperature)
         group, chunk = recipe.algorithm.group_size, recipe.rollout.batch_size_per_device
-        self._max_rows = max(group, chunk, recipe.stages.reference.min_batch)
+        self._max_rows = -(-max(chunk, recipe.stages.reference.min_batch) // group) * group
         self._facts = Facts(tag=f"config {recipe_hash(recipe)}")
 
     def handlers(self) -> Mapping[str, CallHandler]:

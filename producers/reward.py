@@ -47,7 +47,7 @@ class RewardRole(Role):
         self._schema = arrow_schema(reward_columns(recipe.reward_names))
         # A generated chunk at once: fewer calls, and a function that compares samples sees whole groups.
         group, chunk = recipe.algorithm.group_size, recipe.rollout.batch_size_per_device
-        self._max_rows = max(group, chunk, recipe.stages.reward.min_batch)
+        self._max_rows = -(-max(chunk, recipe.stages.reward.min_batch) // group) * group
         hashes = [source_hash(block.function, context.recipe_folder) for block in recipe.reward]
         self._facts = Facts(tag=f"config {recipe_hash(recipe)} functions {' '.join(hashes)}"[:200])
         self._claim: Claim | None = None

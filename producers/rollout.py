@@ -30,6 +30,7 @@ from rlmq.common.weights import Rendezvous, WeightManifest
 from rlmq.common.worker import CallHandler, WorkerContext
 
 _COLUMNS = ("sample_id", "prompt_ids")
+_EXTEND_EVERY_S = 10.0
 
 
 class RolloutRole:
@@ -98,30 +99,41 @@ class RolloutRole:
 
     def _generate(self, claim: Claim) -> None:
         self._context.activity("generating")
-        self._engine.submit(self._requests(claim))
-        finished: dict[str, Generated] = {}
-        extend_at = time.monotonic() + 10.0
-        while self._engine.pending:
-            if self._context.stopping():
-                self._engine.abort([i for i in claim.rows["sample_id"].to_pylist() if i not in finished])
+        try:
+            finished = self._finished(claim)
+            if finished is None:
                 self._store.release(claim)
                 return
-            for response in self._engine.step():
-                finished[response.id] = response
-            self._context.progress()
-            if time.monotonic() > extend_at:
-                self._store.extend(claim)
-                extend_at = time.monotonic() + 10.0
-        try:
             columns = self._response_columns(claim, finished)
             facts = Facts(version=self._engine.version, tokens=self._tokens(claim, finished), tag=self._tag)
             self._store.write(claim, columns, ack=True, facts=facts)
-        except Fenced as error:  # the lease ran out: somebody else has generated the same tokens
+        except Fenced as error:  # the lease ran out: somebody else generates the same tokens
             self._context.log.warning("chunk was given to another worker", error=str(error))
             return
         tokens = sum(len(r.token_ids) for r in finished.values())
         GENERATED_TOKENS.labels(table=claim.table).inc(tokens)
         ROWS_WRITTEN.labels(table=claim.table, stage="rollout").inc(claim.count)
+
+    def _finished(self, claim: Claim) -> dict[str, Generated] | None:
+        """Responses by sample id; None when this process was told to stop before the last.
+
+        Raises:
+            Fenced: the lease ran out.
+        """
+        self._engine.submit(self._requests(claim))
+        finished: dict[str, Generated] = {}
+        extended_at = time.monotonic()
+        try:
+            while self._engine.pending and not self._context.stopping():
+                for response in self._engine.step():
+                    finished[response.id] = response
+                self._context.progress()
+                if time.monotonic() - extended_at > _EXTEND_EVERY_S:
+                    self._store.extend(claim)
+                    extended_at = time.monotonic()
+            return None if self._engine.pending else finished
+        finally:
+            self._engine.abort([i for i in claim.rows["sample_id"].to_pylist() if i not in finished])
 
     def _requests(self, claim: Claim) -> list[Request]:
         ids = claim.rows["sample_id"].to_pylist()

@@ -10,11 +10,11 @@ end
 
 -- open(schema fingerprint, random number, client, worker, columns, limits, stage...): create the table or compare; new
 -- stages are added. The number names this state of the configuration. Replies {"ok", {columns, limits, stage...}, {index of
--- each added stage...}}, {"schema", theirs} or {"shape", name of the stage}.
+-- each stage that has live rows to adopt...}}, {"schema", theirs} or {"shape", name of the stage}.
 register('open', function(keys, args)
   local prefix = keys[1]
   local packed, known, added = redis.call('GET', prefix .. KEY.config), {}, {}
-  local blobs, changed = {args[5], args[6]}, false
+  local blobs, changed, remade = {args[5], args[6]}, false, {}
   if packed then
     blobs = cmsgpack.unpack(packed)
     local theirs = cmsgpack.unpack(blobs[1]).schema
@@ -29,7 +29,9 @@ register('open', function(keys, args)
       blobs[#blobs + 1], changed = args[k], true
       if packed then added[#added + 1] = #blobs - 2 end
     elseif blobs[at] ~= args[k] then
-      if not same_shape(stage, cmsgpack.unpack(blobs[at])) then return {'shape', stage.name} end
+      local theirs = cmsgpack.unpack(blobs[at])
+      if not same_shape(stage, theirs) then return {'shape', stage.name} end
+      if (stage.min_batch > 1) ~= (theirs.min_batch > 1) then remade[#remade + 1] = at - 2 end
       blobs[at], changed = args[k], true
     end
   end
@@ -46,6 +48,10 @@ register('open', function(keys, args)
     state[VERSION] = tonumber(args[2])
     redis.call('SET', prefix .. KEY.config, cmsgpack.pack(blobs))
     redis.call('SET', prefix .. KEY.state, struct.pack('<' .. string.rep('d', fields), unpack(state, 1, fields)))
+    for _, i in ipairs(remade) do  -- `adopt` fills them anew
+      unlink({prefix .. KEY.open .. i, prefix .. KEY.since .. i})
+      added[#added + 1] = i
+    end
   end
   redis.call('HSET', prefix .. KEY.clients, args[3], args[4])
   return {'ok', blobs, added}
@@ -58,7 +64,7 @@ register('attach', function(keys)
   return {'ok', cmsgpack.unpack(packed)}
 end, 'no-writes')
 
--- adopt(chunk...): rows of these chunks meet the stages that were added after them. {"ok"}.
+-- adopt(chunk...): rows of these chunks meet the stages that were added, or took up min_batch, after them. {"ok"}.
 register('adopt', function(keys, args)
   local t = open_table(keys)
   if not t then return {'unknown'} end
@@ -73,6 +79,7 @@ register('adopt', function(keys, args)
         if stage.min_batch > 1 and (has(chunk.runs, at, 119) or has(chunk.runs, at, 99)) then
           zadd(t, t.prefix .. KEY.open .. i, chunk.ordinal, id)
         end
+        if stage.min_batch > 1 and has(chunk.runs, at, 114) then zadd(t, t.prefix .. KEY.since .. i, t.now, id) end
       end
     end
   end

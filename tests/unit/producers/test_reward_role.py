@@ -334,19 +334,19 @@ def test_rows_of_one_chunk_are_scored_in_one_call_in_their_order(bench: Bench) -
 
 
 def test_a_claim_waits_for_the_stages_min_batch_and_takes_that_many_at_once(bench: Bench) -> None:
-    # given a stage that hands out 20 rows at least, more than a generated chunk
-    bench.min_batch = 20
+    # given a stage that hands out 16 rows at least, two groups
+    bench.min_batch = 16
     role = bench.open(block("length"))
-    for _ in range(2):
-        bench.put(*"abcdefgh")
-    # then 16 are not enough, of 24 it takes 20, and the rest when the step has no more
+    bench.put(*"abcdefgh")
+    # then 8 are not enough, of 24 it takes 16, and the rest when the step has no more
     assert not role.work()
+    bench.put(*"abcdefgh")
     bench.put(*"ijklmnop")
     assert role.work()
     assert not role.work()
     bench.store.flush("train")
     assert role.work()
-    assert re.findall(r"reward\.scored .*rows=(\d+)", bench.log.getvalue()) == ["20", "4"]
+    assert re.findall(r"reward\.scored .*rows=(\d+)", bench.log.getvalue()) == ["16", "8"]
     assert bench.rewards() == [1.0] * 24
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -53,6 +53,8 @@ class Bench:
             store.open(tables)
         self.wanted: Desired | None = None
         self.stopping = False
+        self.on_progress: Callable[[], object] = lambda: None
+        self.log = io.StringIO()
         self.puts = 0
         context = WorkerContext(
             recipe=self.recipe,
@@ -63,9 +65,9 @@ class Bench:
             world_size=1,
             incarnation=1,
             calls=cast(Calls, None),  # a rollout worker makes no calls
-            log=configure("rollout", 0, stream=io.StringIO()),
+            log=configure("rollout", 0, stream=self.log),
             activity=lambda _: None,
-            progress=lambda: None,
+            progress=lambda: cast(None, self.on_progress()),
             serving=lambda _: None,
             desired=lambda: self.wanted,
             stopping=lambda: self.stopping,
@@ -193,3 +195,26 @@ def test_a_worker_that_is_told_to_stop_gives_its_chunk_back_uncounted(bench: Ben
     assert claim is not None
     assert [one.delivery for one in claim.ranges] == [1]
     assert bench.store.counts("train").redelivered == 0
+
+
+def test_a_lost_lease_leaves_the_chunk_to_the_other_worker(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    # given a worker whose chunk is taken back while it generates: another process of its name has started
+    monkeypatch.setattr("rlmq.producers.rollout._EXTEND_EVERY_S", 0.0)
+    bench.receive(0)
+    bench.want(0)
+    bench.put("a", "b")
+    other = RedisStore(redis_url, run_id="t", worker="rollout-0")
+    other.attach(["train", "eval"])
+    bench.on_progress = other.recover
+
+    assert bench.role.work()
+
+    assert "given to another worker" in bench.log.getvalue()
+    assert bench.responses() == []
+    # and it goes on with the next one
+    bench.on_progress = lambda: None
+    assert bench.role.work()
+    assert len(bench.responses()) == 2
+    other.close()
