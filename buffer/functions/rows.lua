@@ -163,9 +163,11 @@ local function end_rows(t, chunk, ranges, final, i, use)
   for uses, list in pairs(by_uses) do
     local state, label, step = final.state, final.label, final.step
     if uses > 0 then
-      state, step = 'trained', math.max(step, chunk.last)
-      label = t.config.max_uses == 1 and 'trained' or 'trained(' .. uses .. ')'
-      chunk.last = step
+      state, label = 'trained', 'trained'
+      if t.config.max_uses > 1 then
+        step, label = math.max(step, chunk.last), 'trained(' .. uses .. ')'
+        chunk.last = step
+      end
     end
     local code = CODES[state]
     if code == 't' and step < t.state[DURABLE] then code = 'T' end
