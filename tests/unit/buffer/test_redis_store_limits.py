@@ -8,11 +8,24 @@ from functools import partial
 
 import pytest
 
+from rlmq.buffer import waiting
 from rlmq.buffer.store import VersionWindow
 from rlmq.common.errors import DeadlineExceeded, UsageError
 
 pytestmark = pytest.mark.timeout(60)
 _LONG_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def no_second_look(monkeypatch, request):
+    """A sleeper looks again now and then (its wake-up may have gone to a process that died): here it does not."""
+    if "second_look" not in request.fixturenames:
+        monkeypatch.setattr(waiting, "_LOOK_S", 1000.0)
+
+
+@pytest.fixture
+def second_look():
+    """For tests in which sleepers look again as they do in a run."""
 
 
 def _put_in_time(bench, store, count, **options):
@@ -314,7 +327,7 @@ def test_a_claim_that_finds_rows_does_not_block(bench):
     assert bench.key_names("wait") == []
 
 
-def test_a_blocked_claim_wakes_at_once_without_polling(bench, blocked):
+def test_a_blocked_claim_wakes_at_once_without_polling(bench, blocked, second_look):
     store, producer = bench.store(worker="w1"), bench.store(worker="p")
     claim = blocked(lambda: store.claim("train", "a", max_rows=2, timeout_s=_LONG_S)).registered(producer)
     before, until = bench.calls(), time.monotonic() + 0.4
@@ -323,8 +336,8 @@ def test_a_blocked_claim_wakes_at_once_without_polling(bench, blocked):
         os.sched_yield()
     assert bench.calls() == before, "functions ran while it slept"
     bench.put(producer, 2)
-    assert bench.xs(claim.result(1.0)) == [0, 1]
-    assert bench.calls() <= before + 2, "one put, one claim"
+    assert bench.xs(claim.result()) == [0, 1]
+    assert bench.calls() == before + 2, "one put, one claim"
 
 
 def test_a_claim_that_cannot_take_what_is_ready_sleeps(bench, blocked):
@@ -336,7 +349,7 @@ def test_a_claim_that_cannot_take_what_is_ready_sleeps(bench, blocked):
     before = bench.calls()
     with pytest.raises(DeadlineExceeded):
         claim.result()
-    assert bench.calls() - before < 10
+    assert bench.calls() - before <= 3, "a last claim, the end of its registration, counts"
 
 
 def test_of_two_blocked_claims_one_gets_the_row_and_the_other_sleeps_on(bench, blocked):
@@ -350,13 +363,12 @@ def test_of_two_blocked_claims_one_gets_the_row_and_the_other_sleeps_on(bench, b
     bench.put(producer, 1)
     assert claims[0].result().count == 1, "the oldest waiter is served first"
     assert claims[1].asleep
-    assert [line.worker for line in producer.waiting()] == ["w1"]
     bench.put(producer, 1)
     assert claims[1].result().count == 1
-    assert bench.calls() - before <= 8
+    assert bench.calls() - before == 4, "two puts, two claims"
 
 
-def test_a_row_whose_waiter_died_goes_to_the_next_one(bench, blocked):
+def test_a_row_whose_waiter_died_goes_to_the_next_one(bench, blocked, second_look):
     store, producer = bench.store(worker="w1"), bench.store(worker="p")
     target = producer._open("train").target
     producer._link.call("wait", target, "dead.rows", 60_000, "dead", 0, 1, 1, 0)  # nobody reads its tokens
