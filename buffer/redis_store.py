@@ -6,11 +6,9 @@ in the same transaction and never passes through a function. See `store.py` for 
 
 from __future__ import annotations
 
-import array
 import itertools
 import secrets
 import struct
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -729,12 +727,12 @@ def _told(facts: Facts, rows: int, table: str) -> tuple[Argument, Argument, Argu
     """Version, tokens (four bytes little-endian each) and tag as the functions take them."""
     tokens: bytes | str = ""
     if facts.tokens is not None:
-        packed = array.array("I", facts.tokens)
-        if len(packed) != rows:
-            raise UsageError(f"tokens of rows for table '{table}'", got=f"{len(packed)} counts", expected=f"{rows}")
-        if sys.byteorder == "big":
-            packed.byteswap()
-        tokens = packed.tobytes()
+        if len(facts.tokens) != rows or not all(0 <= count < 2**32 for count in facts.tokens):
+            got, expected = f"{len(facts.tokens)} counts {list(facts.tokens)[:4]}", f"{rows} from 0 to 2**32 - 1"
+            raise UsageError(f"tokens of rows for table '{table}'", got=got, expected=expected)
+        tokens = struct.pack(f"<{rows}I", *facts.tokens)
+    if facts.version is not None and facts.version < 0:
+        raise UsageError(f"policy version of rows for table '{table}'", got=facts.version, expected="at least 0")
     if len(facts.tag) > _TAG_CHARS or any(mark in facts.tag for mark in ":;"):
         expected = f"at most {_TAG_CHARS} characters without ':' and ';'"
         raise UsageError(f"tag of rows for table '{table}'", got=repr(facts.tag[:40]), expected=expected)
