@@ -287,7 +287,7 @@ def _check_stage(stage: Stage, names: list[str], table: str) -> None:
         raise UsageError(subject, got=got, expected="min_batch ≥ 1, min_size ≥ 0, error_buffer ≥ 0")
     limits = (stage.max_staleness, stage.max_wait_s, stage.group_deadline_s)
     if any(limit is not None and limit < 0 for limit in limits) or stage.group_min < 1:
-        got = f"max_staleness {limits[0]}, max_wait_s {limits[1]}, group_deadline_s {limits[2]}, group_min {stage.group_min}"
+        got = f"(max_staleness, max_wait_s, group_deadline_s) {limits}, group_min {stage.group_min}"
         raise UsageError(subject, got=got, expected="nothing negative, and group_min ≥ 1")
     if stage.samples_per_insert is not None and stage.samples_per_insert <= 0:
         raise UsageError(subject, got=f"samples_per_insert {stage.samples_per_insert}", expected="more than 0")
