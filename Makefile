@@ -6,11 +6,12 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types bench docs freeze clean
+.PHONY: help setup demo test faults lint types bench docs freeze clean
 
 help:
 	@echo 'make demo    a small language model learns sums (minutes; set-up included)'
 	@echo 'make test    lint, types and all tests; one of them: make test ARGS="-k name"'
+	@echo 'make faults  every fault test, the long ones too; their seeds are printed'
 	@echo 'make setup   .venv with pinned packages        make lint    ruff, import-linter'
 	@echo 'make types   mypy --strict                     make bench   overhead of being decoupled'
 	@echo 'make docs    regenerate generated pages        make freeze  accept a changed public surface'
@@ -24,6 +25,9 @@ demo: setup
 
 test: lint types
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+faults: setup
+	$(PY) -m pytest tests/faults -n 2 -m '' -rP $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

@@ -1,0 +1,33 @@
+"""The server of the state machines; how long they run: a fixed walk, or N random ones (RLMQ_MODEL_EXAMPLES=N)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Server
+from hypothesis import HealthCheck, Phase, settings
+
+EXAMPLES = "RLMQ_MODEL_EXAMPLES"
+
+_common = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, stateful_step_count=40)
+_fixed = settings(_common, derandomize=True)
+_random = settings(_common, max_examples=int(os.environ.get(EXAMPLES, "1")), print_blob=True)
+settings.register_profile("machine", _random if EXAMPLES in os.environ else settings(_fixed, max_examples=100))
+settings.register_profile("mutants", settings(_fixed, max_examples=80, phases=[Phase.generate]))
+settings.register_profile("restarts", settings(_fixed, max_examples=8, phases=[Phase.generate]))
+
+
+@pytest.fixture(scope="module")
+def machine_url() -> Iterator[str]:
+    """URL of a server that looks at its clocks often: blocked clients are not late."""
+    folder = Path(tempfile.mkdtemp(prefix="rlmq-"))
+    server = Server(folder, "--appendonly", "no", "--hz", "500")
+    server.start()
+    yield server.url
+    server.kill()
+    shutil.rmtree(folder, ignore_errors=True)
