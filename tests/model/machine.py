@@ -114,11 +114,10 @@ class BufferMachine(Work):
             return
         rows = chunks[which % len(chunks)].rows
         start = rows[which % len(rows)]
+        alike = [row for row in rows[start.index : start.index + count] if row.uses == start.uses]
         use = max(0, start.uses - done)
         for _ in range(1 + again):
-            self.log(
-                worker, [row for row in rows[start.index : start.index + count] if row.uses == start.uses], use
-            )
+            self.log(worker, alike, use)
 
     @verb(2, when=lambda self: self.model.buried(), who=WHO, which=INDEX, again=COIN)
     def take_letter(self, who: int, which: int, again: bool) -> None:
@@ -126,8 +125,10 @@ class BufferMachine(Work):
         worker, lost = self.workers[who], self.workers[who].lost
         letters = sorted(self.watcher.dead_letters("train"), key=lambda one: (one.range.chunk, one.range.first))
         letter = letters[which % len(letters)]
+        if letter.stage and not self.knows(worker, letter.stage):
+            return
         rows = self.rows_of(letter)
-        named = any(set(map(id, rows)) & set(map(id, lease.rows)) for lease in self.model.leases.values())
+        named = self.model.named(rows)
         full = len(self.model.live) + len(rows) > self.table.capacity_rows
         take = worker.store.retry if again else worker.store.drop
         try:
