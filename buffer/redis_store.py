@@ -384,7 +384,19 @@ class RedisStore(ExperienceStore):
             verb, *args = call("", 0, 0)
             reply = self._link.call(str(verb), one.target, *args)
         if reply[0] == "ok":
-            return self._claimed(one, table, stage, lease, selection, reply)
+            found = self._claimed(one, table, stage, lease, selection, reply)
+            if found is not None or timeout_s <= 0:
+                return found
+            return self.claim(
+                table,
+                stage,
+                max_rows=max_rows,
+                min_rows=min_rows,
+                columns=columns,
+                max_tokens=max_tokens,
+                version=version,
+                timeout_s=timeout_s,
+            )
         one.over(lease)
         if reply[0] == "large":
             expected = f"at least its group size of {reply[1]}"
@@ -395,7 +407,8 @@ class RedisStore(ExperienceStore):
 
     def _claimed(
         self, one: _Open, table: str, stage: str, lease: str, selection: Selection, reply: list[Any]
-    ) -> Claim:
+    ) -> Claim | None:
+        """The rows that a reply leases; None when the server has forgotten the lease since."""
         _, flat, located = reply
         ranges = tuple(
             RowRange(flat[k].decode(), flat[k + 1], flat[k + 2], flat[k + 3], flat[k + 4])
@@ -406,7 +419,10 @@ class RedisStore(ExperienceStore):
             rows = one.reader.fetch(ranges, selection, where)
         except IntegrityError as error:  # rows with damaged payload end as dead and do not stay leased
             no_rows = pa.RecordBatch.from_pylist([], schema=selection.schema)
-            self.nack(Claim(table, stage, lease, ranges, no_rows), str(error))
+            try:
+                self.nack(Claim(table, stage, lease, ranges, no_rows), str(error))
+            except Fenced:  # the server came back older since: it knows neither lease nor payload
+                return None
             raise
         return Claim(table, stage, lease, ranges, rows)
 
