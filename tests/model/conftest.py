@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,24 @@ settings.register_profile("restarts", settings(_fixed, max_examples=8, phases=[P
 
 @pytest.fixture(scope="module")
 def machine_url() -> Iterator[str]:
-    """URL of a server that looks at its clocks often: blocked clients are not late."""
+    """URL of a server that nothing stops."""
+    with _server("--appendonly", "no") as server:
+        yield server.url
+
+
+@pytest.fixture
+def lasting_server() -> Iterator[Server]:
+    """A server that may be killed. (With `everysec`, answered writes wait in its memory during a sync.)"""
+    with _server("--appendonly", "yes", "--appendfsync", "always") as server:
+        yield server
+
+
+@contextmanager
+def _server(*options: str) -> Iterator[Server]:
+    """A server that looks at its clocks often: blocked clients are not late."""
     folder = Path(tempfile.mkdtemp(prefix="rlmq-"))
-    server = Server(folder, "--appendonly", "no", "--hz", "500")
+    server = Server(folder, "--hz", "500", *options)
     server.start()
-    yield server.url
+    yield server
     server.kill()
     shutil.rmtree(folder, ignore_errors=True)

@@ -225,6 +225,7 @@ class BufferMachine(Work):
             before = len(self.model.leases), self.value, len(self.held), self.model.uses, len(self.model.live)
             for stage in ("a", "b", "late"):
                 self.work(0, stage, 50)
+                self.everything_agrees()
             if ready := len(self.model.at("end", "ready")):
                 self.train(0, ready)
             after = len(self.model.leases), self.value, len(self.held), self.model.uses, len(self.model.live)

@@ -24,8 +24,8 @@ def test_random_verbs_agree_with_the_model(machine_url):
     run_state_machine_as_test(machine, settings=settings.get_profile("machine"))
 
 
-def test_the_model_holds_through_restarts_of_the_server(own_server):
-    machine = type("Machine", (BufferMachine,), {"url": own_server.url, "server": own_server})
+def test_the_model_holds_through_restarts_of_the_server(lasting_server):
+    machine = type("Machine", (BufferMachine,), {"url": lasting_server.url, "server": lasting_server})
     run_state_machine_as_test(machine, settings=settings.get_profile("restarts"))
 
 
