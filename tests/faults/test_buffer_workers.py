@@ -42,10 +42,11 @@ def test_a_rollout_killed_between_write_and_ack_leaves_one_copy(scene):
     dying = scene.start("rollout", "rollout1", write_then_ack=True, fail_at=[{"phase": "after_write"}])
     scene.start("produce", chunks=2)
     assert dying.wait() == -signal.SIGKILL
-    scene.start_all(rollout2={"write_then_ack": True}, reward={}, actor={"checkpoint_every": 1}, recorder={})
+    scene.start_all(rollout2={"write_then_ack": True})
+    until(lambda: scene.counts.acked["rollout"] == 32, "all rows acknowledged by the new owner")
+    scene.start_all(reward={}, actor={"checkpoint_every": 1}, recorder={})
     scene.until_ended(32)
     scene.check()
-    assert scene.counts.acked["rollout"] == 32
     assert [fact["stage"] for fact in scene.worker("rollout2").did("acked")] == ["rollout"] * 2
     store.advance(1000)
     assert (scene.counts.payload_bytes, scene.payload_keys()) == (0, [])
