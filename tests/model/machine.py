@@ -128,17 +128,15 @@ class BufferMachine(Work):
         if letter.stage and not self.knows(worker, letter.stage):
             return
         rows = self.rows_of(letter)
-        named = self.model.named(rows)
         full = len(self.model.live) + len(rows) > self.table.capacity_rows
         take = worker.store.retry if again else worker.store.drop
         try:
             taken = self.call(take, letter)
         except UsageError as error:
-            holds("dead_letters_kept", again and (named or full), f"{letter}: {error}")
+            holds("dead_letters_kept", again and (self.model.named(rows) or full), f"{letter}: {error}")
             return
         holds("capacity_bound", not (again and full), f"{letter} was retried without room")
         holds("dead_letters_kept", taken == len(rows) or worker.lost > lost, f"{letter}: {taken} rows")
-        holds("no_double_lease", not (again and named), f"{letter} was retried under a lease that names it")
         if again:
             self.model.retry(rows)
             self.recorded.subtract({row.values["x"]: self.recorded[row.values["x"]] for row in rows})

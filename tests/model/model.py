@@ -65,13 +65,12 @@ class Chunk:
 
 @dataclass(eq=False)
 class Lease:
-    """Rows that one claim brought; `finished` are those that its owner gave their end."""
+    """Rows that one claim brought, those that have left it since included."""
 
     name: str
     stage: str
     worker: str
     rows: list[Row]
-    finished: list[Row] = field(default_factory=list)
 
 
 class Model:
@@ -110,8 +109,8 @@ class Model:
         return [row for row in held.rows if row.places[held.stage].lease == lease]
 
     def named(self, rows: Sequence[Row]) -> bool:
-        """Whether a live lease still names one of the rows, though it may have lost it."""
-        return any(row in one.rows and row not in one.finished for one in self.leases.values() for row in rows)
+        """Whether a live lease had one of the rows."""
+        return any(row in one.rows for one in self.leases.values() for row in rows)
 
     def unit(self, row: Row, stage: Stage) -> list[Row]:
         """Rows that the stage never splits from `row`."""
@@ -294,7 +293,6 @@ class Model:
                 self.train(row, stage.name, step)
             else:
                 self.end(row, state, reason, step, stage.name)
-        self.leases[lease].finished += rows
         if not self.mine(lease):
             del self.leases[lease]
         self.settle()
