@@ -43,9 +43,9 @@ class Stage:
     table's seed, the unit and its use, so that a run repeats its own draws. Units are then groups, or single
     rows in scope `row`.
 
-    `min_batch`: a claim takes at least so many rows, except after a flush: when the upstream has closed
-    (`put(closes=True)` or `flush`) and no row of the closed chunks can still become ready, or when the oldest
-    ready row has waited `max_wait_s`.
+    `min_batch`: a claim takes at least so many rows, or its `max_rows` if that is less, except after a flush:
+    when the upstream has closed (`put(closes=True)` or `flush`) and no row of the closed chunks can still
+    become ready, or when the oldest ready row has waited `max_wait_s`.
 
     `min_size`: nothing is claimed while fewer rows are ready (a warm-up of a replay buffer; no flush).
 
@@ -300,9 +300,10 @@ class ExperienceStore(Protocol):
         can, without polling.
 
         `max_tokens`: at most so many tokens (but one unit always), by what `Facts.tokens` told; a row of
-        unknown size counts 0. `version`: the trainer's, see `Stage.max_staleness`. `columns=None` brings all
-        columns of the table. `end_state`, `end_reason`, `end_step` and `lineage` may be asked for too: how the
-        row ended (null while it lives), and who wrote its columns (JSON).
+        unknown size counts 0. A claim touches at most 128 ranges or 64 chunks, unless it must for `min_rows`,
+        `min_batch` or scope `batch`. `version`: the trainer's, see `Stage.max_staleness`. `columns=None` brings
+        all columns of the table. `end_state`, `end_reason`, `end_step` and `lineage` may be asked for too: how
+        the row ended (null while it lives), and who wrote its columns (JSON).
 
         Raises:
             DeadlineExceeded: nothing after `timeout_s`; names the stage, what it lacks, and the counts.
@@ -343,7 +344,7 @@ class ExperienceStore(Protocol):
 
         A finished row is ready for no other stage except those with `ended=True`. Rows finished as `trained`
         keep their payload until `advance(step)` reaches their step; while they have uses left they become ready
-        for this stage again instead of ending.
+        for this stage again instead of ending. With `max_uses` above 1 they are counted as `trained(uses)`.
         """
 
     def finish_logged(self, table: str, stage: str, ranges: Sequence[RowRange], *, step: int) -> None:
@@ -371,7 +372,11 @@ class ExperienceStore(Protocol):
         """Dead rows whose payload is still held, oldest first."""
 
     def retry(self, letter: DeadLetter) -> int:
-        """Make dead rows live again, ready for the stage that lost them, with all deliveries. Returns rows."""
+        """Make dead rows live again, ready for the stage that lost them, with all deliveries. Returns rows.
+
+        Raises:
+            UsageError: a lease still names the rows, or the table is full.
+        """
 
     def drop(self, letter: DeadLetter) -> int:
         """Let go of dead rows; they stay counted as dead. Returns rows."""
