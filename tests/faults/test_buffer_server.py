@@ -261,11 +261,13 @@ def test_at_the_memory_limit_producers_wait_and_consumers_drain(scene):
 def test_a_limit_below_what_is_held_stops_everything_until_it_is_raised(scene):
     """Fault 17: nothing is lost, nothing is doubled, nobody needs a restart."""
     scene.open(capacity_rows=64)
-    _start_pipeline(scene)
-    until(lambda: scene.ended() >= 80, "the first rows ended")
+    feed = {"chunks": _ROWS // 32}
+    scene.start_all(rollout1={}, rollout2={}, reward1={}, reward2={}, produce1=feed, produce2=feed)
+    until(lambda: scene.counts.ready["actor"] == 64, "the table is full of scored rows", state=scene.state)
     with scene.server.client() as client:
         client.config_set("maxmemory", int(client.info("memory")["used_memory"]) // 2)
-        until(lambda: "errorstat_OOM" in client.info("errorstats"), "the server refuses more")
+        scene.start_all(actor={"rows": 32}, recorder={"rows": 32})
+        until(lambda: "errorstat_OOM" in client.info("errorstats"), "the server refuses more", state=scene.state)
         client.config_set("maxmemory", 0)
     scene.until_ended(_ROWS)
     assert scene.ended("trained") == _ROWS
