@@ -40,6 +40,7 @@ TABLE_SUFFIXES = {
 RUN_SUFFIXES = {
     "controller": "controller",
     "home": "home",
+    "orders": "orders",
     "incarnations": "incarnations",
     "calls": "calls",
     "call_heads": "call-heads",

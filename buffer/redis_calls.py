@@ -12,6 +12,7 @@ import redis
 from rlmq.buffer.connection import RETRY_S, Link, as_client
 from rlmq.buffer.keys import checked_name, run_prefix
 from rlmq.common.calls import Call, CallResult, Calls, Desired
+from rlmq.common.control import Order
 from rlmq.common.errors import (
     ControlLoopDiverged,
     DecodeError,
@@ -111,6 +112,14 @@ class RedisCalls(Calls):
         """The record left under this name; see `Calls.noted`."""
         reply = self._link.call("noted", self._prefix, name)
         return None if reply[0] == "none" else _decoded(reply[1], dict[str, Any])
+
+    def order(self, order: Order) -> int:
+        """Append an operator's order; see `Calls.order`."""
+        return int(self._link.call("order", self._prefix, msgspec.msgpack.encode(order))[1])
+
+    def orders(self, after: int) -> list[Order]:
+        """Orders after this number; see `Calls.orders`."""
+        return [_decoded(one, Order) for one in self._link.call("orders", self._prefix, after)[1:]]
 
     def join(self, role: str, rank: int, *, fingerprint: str) -> int:
         """Register a worker process; see `Calls.join`."""

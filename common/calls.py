@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from rlmq.common.control import Order
+
 Phase = Literal["run", "pause", "drain", "stop"]
 Activity = Literal["generating", "scoring", "training", "syncing", "checkpointing", "evaluating", "idle"]
 
@@ -39,13 +41,18 @@ class CallResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
-    """What a role should be doing. A worker ignores a lower `version` than it has seen."""
+    """What a role should be doing. A worker ignores a lower `version` than it has seen.
+
+    `settings` are values that an operator changed, for rows of a step and later: recipe key to [(step, value),
+    …], by step.
+    """
 
     role: str
     version: int
     phase: Phase
     policy_version: int = 0
     epoch: int = 0
+    settings: dict[str, list[tuple[int, str]]] = {}
 
 
 class Calls(Protocol):
@@ -83,6 +90,12 @@ class Calls(Protocol):
 
     def noted(self, name: str) -> dict[str, Any] | None:
         """The record left under this name, or None."""
+
+    def order(self, order: Order) -> int:
+        """Append an operator's order; returns its number, from 1 on."""
+
+    def orders(self, after: int) -> list[Order]:
+        """Orders with a number greater than `after`, in order."""
 
     def join(self, role: str, rank: int, *, fingerprint: str) -> int:
         """Register a worker process; returns its incarnation, greater than any before it.

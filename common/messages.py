@@ -29,7 +29,14 @@ class DesiredBell(msgspec.Struct, frozen=True, tag="desired"):
     desired: Desired
 
 
-Doorbell = CallBell | DesiredBell
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The controller of this epoch lives: sent once a second, to every role (topic `EVERYONE`)."""
+
+    epoch: int
+
+
+EVERYONE = "*"
+Doorbell = CallBell | DesiredBell | Beat
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
@@ -37,7 +44,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
 
     `serving` is the policy version that a rollout worker generates with (-1: none); `progress` only grows
     while work moves on; `activity_s` are the seconds spent in each activity since the process began;
-    `ready` is false until the role is built.
+    `ready` is false until the role is built; `call` is the id of the call that it works on, `still_s` the
+    seconds since
+    it last made progress, `wait` what it sleeps for and `wait_s` for how long; `pid` on `host` is the process.
     """
 
     role: str
@@ -48,6 +57,12 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     serving: int
     progress: int
     activity_s: dict[str, float]
+    pid: int = 0
+    host: str = ""
+    call: str = ""
+    still_s: float = 0.0
+    wait: str = ""
+    wait_s: float = 0.0
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -66,7 +81,11 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     error: str = ""
 
 
-Report = Heartbeat | Done | Goodbye
+class Ordered(msgspec.Struct, frozen=True, tag="ordered"):
+    """An operator's order was stored: look at the records now."""
+
+
+Report = Heartbeat | Done | Goodbye | Ordered
 
 _encoder = msgspec.msgpack.Encoder()
 _doorbell_decoder: msgspec.msgpack.Decoder[Doorbell] = msgspec.msgpack.Decoder(Doorbell)

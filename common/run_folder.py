@@ -40,6 +40,21 @@ class RunFolder:
         return self.path / "progress.json"
 
     @property
+    def control(self) -> Path:
+        """The control plane now, for `rlmq status` and `why` (`rlmq.common.control.Snapshot`)."""
+        return self.path / "control.json"
+
+    @property
+    def control_log(self) -> Path:
+        """What the controller heard and did, one JSON object per line."""
+        return self.path / "control_log.jsonl"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """Starts and ends of the run's processes on this machine (`rlmq.common.control.Death`)."""
+        return self.path / "supervisor.jsonl"
+
+    @property
     def metrics_addresses(self) -> Path:
         """`metrics/<role>-<rank>.json`: where each process serves `/metrics` (file-based discovery)."""
         return self.path / "metrics"

@@ -8,6 +8,7 @@
 --   R results       hash: call id US rank -> result (msgpack); kept for the run, the re-entrant loop reads them
 --   R desired       hash: role -> msgpack {version, desired state (msgpack)}
 --   R notes         hash: name -> msgpack map, for other processes to read
+--   R orders        list: operators' orders (msgpack), oldest first
 --   R home          string: mark of the run folder; no function uses it
 
 local function now_ms()
@@ -99,6 +100,13 @@ register('noted', function(keys, args)
   local value = redis.call('HGET', keys[1] .. KEY.notes, args[1])
   if not value then return {'none'} end
   return {'ok', value}
+end, 'no-writes')
+
+-- order(order): {"ok", its number}. orders(after): {"ok", order...}.
+register('order', function(keys, args) return {'ok', redis.call('RPUSH', keys[1] .. KEY.orders, args[1])} end, 'allow-oom')
+
+register('orders', function(keys, args)
+  return {'ok', unpack(redis.call('LRANGE', keys[1] .. KEY.orders, args[1], tonumber(args[1]) + SOME - 1))}
 end, 'no-writes')
 
 local function other_fingerprint(run, fingerprint)

@@ -233,6 +233,23 @@ class DeadlineBlock(Block):
     start_s: PositiveFloat = Field(default=180.0, description="Until every worker has joined.")
     step_s: PositiveFloat = Field(default=600.0, description="Without any progress inside a step.")
     sync_s: PositiveFloat = Field(default=120.0, description="For one weight transfer.")
+    silence_s: PositiveFloat = Field(
+        default=30.0, description="Without a heartbeat, a worker is ended and started again after this time."
+    )
+    drain_s: PositiveFloat = Field(
+        default=8.0, description="For finishing what is in hand after SIGTERM, before everything is ended."
+    )
+
+
+class ControlBlock(Block):
+    """How controller and workers talk."""
+
+    address: str | None = Field(
+        default=None, description="tcp://HOST:PORT of the controller; none: sockets of this machine."
+    )
+    keys: str | None = Field(
+        default=None, description="Folder of CURVE keys (`rlmq keys`); needed off this machine."
+    )
 
 
 class Recipe(Block):
@@ -251,6 +268,7 @@ class Recipe(Block):
     stages: StagesBlock = Field(default_factory=StagesBlock)
     redis: RedisBlock = Field(default_factory=RedisBlock)
     deadlines: DeadlineBlock = Field(default_factory=DeadlineBlock)
+    control: ControlBlock = Field(default_factory=ControlBlock)
     track: tuple[Literal["jsonl", "wandb", "tensorboard"], ...] = Field(
         default=("jsonl",), description="Where metrics go; jsonl always."
     )
