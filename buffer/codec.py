@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import pyarrow as pa
 
 from rlmq.common.errors import DecodeError, UsageError
@@ -38,8 +38,7 @@ _NOT_SELF_CONTAINED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(msgspec.Struct, frozen=True):
     """One message as buffers, to be sent one after the other, as often as needed.
 
     They may be the arrays' own memory, which they keep alive: nobody may write to it before they are sent.

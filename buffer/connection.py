@@ -6,6 +6,7 @@ again, with back-off, until the server is back or `retry_s` is over.
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -20,7 +21,7 @@ from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from rlmq.buffer import library
-from rlmq.buffer.wire import ANSWER_S, Argument, Command, Scattered, Wire
+from rlmq.buffer.wire import ANSWER_S, Command, Scattered, Small, Wire, packed
 from rlmq.common.errors import DependencyError, IntegrityError, RlmqError, UsageError
 
 RETRY_S = 60.0
@@ -29,6 +30,8 @@ _LEAST_REDIS, _LEAST_VALKEY = (7, 0), (8, 0)
 _DENIED = ("executing the script can't", "ACL failure in script")  # what a function may not do, by server version
 _RIGHTS = "Give the server's user the rules of rlmq.buffer.acl.acl_rules(RUN)"
 _NOT_THERE = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError, redis.InvalidResponse)
+
+_MULTI, _EXEC = packed(("MULTI",)), packed(("EXEC",))
 
 Payload = bytes | Scattered
 
@@ -180,10 +183,11 @@ class Link:
         self._lock = threading.Lock()
         self._wire = Wire(client)
 
-    def call(
-        self, verb: str, prefix: str, *args: Argument, payload: Sequence[tuple[str, Payload]] = ()
-    ) -> list[Any]:
+    def call(self, verb: str, prefix: str, *args: Small, payload: Sequence[tuple[str, Payload]] = ()) -> list[Any]:
         """Run a function; `payload` is set in the same transaction before it.
+
+        Args:
+            prefix: the function's key, or a key, a space and a second key of its slot.
 
         Returns:
             The function's reply; its first element is the status, as text.
@@ -193,47 +197,34 @@ class Link:
             IntegrityError: the server does not know the table.
             redis.ResponseError: as it comes, `OutOfMemoryError` included (nothing was written).
         """
-        return self.calls([(verb, prefix, *args)], payload=payload)[0]
-
-    def calls(self, calls: Sequence[Command], *, payload: Sequence[tuple[str, Payload]] = ()) -> list[list[Any]]:
-        """Several functions in one round trip; see `call`."""
-        commands = [function_call(*call) for call in calls]
+        command = function_call(verb, prefix, *args)
         if payload:
-            commands = [("MULTI",), *(("SET", key, data) for key, data in payload), *commands, ("EXEC",)]
+            (reply,) = self._run([_MULTI, *(("SET", key, data) for key, data in payload), command, _EXEC], 1)
+        else:
+            (reply,) = self._run((command,), 1)
+        return checked(prefix, reply)
+
+    def calls(self, calls: Sequence[tuple[Small, ...]]) -> list[list[Any]]:
+        """Several functions, each with its prefix and arguments, in one round trip; see `call`."""
+        replies = self._run([function_call(*call) for call in calls], len(calls))
+        return [checked(str(call[1]), reply) for call, reply in zip(calls, replies, strict=True)]
+
+    def _run(self, commands: Sequence[Command], count: int) -> Sequence[Any]:
+        """The replies of `count` functions, the last commands but for the end of a transaction."""
         backoff: _Backoff | None = None
         while True:
-            try:
-                replies = self._functions(commands, len(calls), in_transaction=bool(payload))
-                break
-            except redis.ResponseError as error:
-                if "Function not found" not in str(error):
-                    raise
+            replies = self.exchange(commands)
+            if len(commands) > count:
+                replies = _of_transaction(replies)[-count:]
+            for reply in replies:
+                if isinstance(reply, redis.RedisError):
+                    break
+            else:
+                return replies
+            if "Function not found" not in str(reply):
+                raise self._refusal(reply) or reply
             backoff = backoff or _Backoff(time.monotonic() + self._retry_s)
             self._load_again(backoff)  # the server came back without it
-        for call, reply in zip(calls, replies, strict=True):
-            reply[0] = reply[0].decode()
-            if reply[0] == "unknown":
-                raise IntegrityError(
-                    f"table behind {call[1]!s}*",
-                    got="no such table in the server",
-                    expected="the table that this run opened",
-                    remedy="The server came back empty or was flushed: restore its data, or start a new run",
-                )
-        return replies
-
-    def _functions(self, commands: Sequence[Command], count: int, *, in_transaction: bool) -> list[Any]:
-        replies = self.exchange(commands)
-        if in_transaction:
-            last = replies[-1]
-            if isinstance(last, redis.ResponseError):
-                refused = [r for r in replies[:-1] if isinstance(r, redis.ResponseError)]
-                raise refused[0] if refused else last
-            replies = last
-        functions = replies[-count:]
-        for reply in functions:
-            if isinstance(reply, redis.RedisError):
-                raise self._refusal(reply) or reply
-        return functions
 
     def _load_again(self, backoff: _Backoff) -> None:
         """Load the library, or leave a pause in which somebody who may can do it, or the server comes back."""
@@ -268,7 +259,7 @@ class Link:
                     if not backoff.sleep():
                         raise self._away(error) from error
 
-    def attempt(self, calls: Sequence[Command]) -> None:
+    def attempt(self, calls: Sequence[tuple[Small, ...]]) -> None:
         """Run functions once, for tidying up: a server that is away or refuses is left alone."""
         with self._lock, suppress(redis.RedisError, DependencyError):
             if self._wire.connected:
@@ -311,7 +302,41 @@ class Link:
         self._wire.disconnect()
 
 
-def function_call(verb: Argument, key: Argument, *arguments: Argument) -> Command:
-    """The command that runs a function; `key` is a prefix, or a prefix, a space and a second key of its slot."""
-    keys = str(key).split(" ", 1)
-    return ("FCALL", library.function_name(str(verb)), len(keys), *keys, *arguments)
+def checked(prefix: str, reply: list[Any]) -> list[Any]:
+    """A function's reply, with its status as text.
+
+    Raises:
+        IntegrityError: the server does not know the table.
+    """
+    reply[0] = reply[0].decode()
+    if reply[0] == "unknown":
+        raise IntegrityError(
+            f"table behind {prefix}*",
+            got="no such table in the server",
+            expected="the table that this run opened",
+            remedy="The server came back empty or was flushed: restore its data, or start a new run",
+        )
+    return reply
+
+
+def _of_transaction(replies: list[Any]) -> list[Any]:
+    """The replies inside that of EXEC.
+
+    Raises:
+        redis.RedisError: the first command that was refused.
+    """
+    last = replies[-1]
+    if isinstance(last, redis.RedisError):
+        raise next((reply for reply in replies if isinstance(reply, redis.RedisError)), last)
+    return last  # type: ignore[no-any-return]
+
+
+def function_call(verb: Small, prefix: Small, *args: Small) -> bytes:
+    """The packed command that runs a function; see `Link.call`."""
+    return packed((*_head(verb, prefix), *args))
+
+
+@functools.lru_cache(maxsize=4096)
+def _head(verb: Small, prefix: Small) -> tuple[Small, ...]:
+    keys = str(prefix).split(" ", 1)
+    return ("FCALL", library.function_name(str(verb)), len(keys), *keys)

@@ -31,6 +31,10 @@ _MIN_BATCH_LIMIT = 2**31
 _SCHEMAS = 16  # remembered as right
 
 
+# A unit (1-based), and where its columns are in a batch (None: it has just them, in order).
+Part = tuple[int, list[int] | None]
+
+
 @dataclass(frozen=True)
 class Layout:
     """A table with everything derived from it. `fixed_units` is empty until the server has the table."""
@@ -157,7 +161,14 @@ class Layout:
             if "lineage" in names and "lineage" not in self.place:
                 units = list(range(1, len(self.units) + 1))
             one_unit = len(units) == 1 and tuple(names) == self.units[units[0] - 1]
-            found = Selection(pa.schema(fields), tuple(units), one_unit)
+            places = [self.place.get(name) for name in names]
+            found = Selection(
+                pa.schema(fields),
+                tuple(units),
+                one_unit,
+                tuple(place and (place[0] + 1, place[1]) for place in places),
+                "lineage" in names and "lineage" not in self.place,
+            )
             self._selections[key] = found
         return found
 
@@ -165,8 +176,8 @@ class Layout:
     def _selections(self) -> dict[tuple[str, ...] | None, Selection]:
         return {}
 
-    def checked(self, rows: pa.RecordBatch, *, prefix: bool) -> list[int]:
-        """Units (from 0) that `rows` brings, when they are whole units of this table with the right types.
+    def checked(self, rows: pa.RecordBatch, *, prefix: bool) -> list[Part]:
+        """What `rows` brings, when they are whole units of this table with the right types.
 
         With `prefix`, `rows` begins with the table's first column and follows its order.
 
@@ -174,19 +185,19 @@ class Layout:
             SchemaMismatch: another name, type or order, or a part of a unit.
         """
         schema = rows.schema
-        for known, known_prefix, units in self._checked:  # comparing costs a hundredth of hashing
+        for known, known_prefix, parts in self._checked:  # comparing costs a hundredth of hashing
             if known_prefix == prefix and known.equals(schema):
-                return units
-        units = self._check_schema(schema, prefix)
+                return parts
+        parts = self._check_schema(schema, prefix)
         if len(self._checked) < _SCHEMAS:
-            self._checked.append((schema, prefix, units))
-        return units
+            self._checked.append((schema, prefix, parts))
+        return parts
 
     @cached_property
-    def _checked(self) -> list[tuple[pa.Schema, bool, list[int]]]:
+    def _checked(self) -> list[tuple[pa.Schema, bool, list[Part]]]:
         return []
 
-    def _check_schema(self, schema: pa.Schema, prefix: bool) -> list[int]:
+    def _check_schema(self, schema: pa.Schema, prefix: bool) -> list[Part]:
         names = schema.names
         if len(set(names)) != len(names) or not names:
             raise SchemaMismatch(f"columns for table '{self.table.name}'", got=names, expected="distinct columns")
@@ -208,19 +219,23 @@ class Layout:
                     expected=f"the whole column group {list(self.units[unit])}",
                     remedy="Write columns of one writer that the same stages need together",
                 )
-        return units
+        indexes = [[names.index(name) for name in self.units[unit]] for unit in units]
+        whole = list(range(len(names)))
+        return [(unit + 1, None if at == whole else at) for unit, at in zip(units, indexes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Columns that a reader asks for, and the 1-based units that are needed for them;
 
-    `one_unit`: just all of one.
+    `one_unit`: just all of one. `places`: unit and index in it of each column (None: the store tells it).
     """
 
     schema: pa.Schema
     units: tuple[int, ...]
     one_unit: bool
+    places: tuple[tuple[int, int] | None, ...]
+    lineage: bool
 
 
 def _stage_record(stage: Stage) -> dict[str, Any]:

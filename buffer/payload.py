@@ -8,47 +8,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pyarrow as pa
 
 from rlmq.buffer import codec
 from rlmq.buffer.keys import payload_key
-from rlmq.buffer.layout import END_COLUMNS, LINEAGE, Layout, Selection
+from rlmq.buffer.layout import END_COLUMNS, LINEAGE, Layout, Part, Selection
 from rlmq.buffer.store import RowRange, Written
 from rlmq.common.errors import UsageError
 
 _US, _RS = "\x1f", "\x1e"
 
 
-class OutgoingPieces(msgspec.Struct, frozen=True):
-    """Pieces to set: all columns of a unit (1-based) for `ranges` of a chunk, one piece for each (first, count)."""
+class Outgoing(msgspec.Struct):
+    """Pieces to set: their keys and messages, what the functions get to know of them, and their bytes."""
 
-    chunk: str
-    unit: int
-    tag: str
-    ranges: tuple[tuple[int, int], ...]
-    data: tuple[codec.Encoded, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Payload bytes of all."""
-        return sum(one.nbytes for one in self.data)
-
-    def keyed(self, prefix: str) -> list[tuple[str, codec.Encoded]]:
-        """Where each goes: its name is the tag, with a number where there are several."""
-        if len(self.data) == 1:
-            return [(payload_key(prefix, self.chunk, self.unit, self.tag), self.data[0])]
-        names = (f"{self.tag}.{k}" for k in range(len(self.data)))
-        return [(payload_key(prefix, self.chunk, self.unit, n), d) for n, d in zip(names, self.data, strict=True)]
-
-    def arguments(self) -> list[str | int]:
-        """What the functions get to know of them."""
-        given: list[str | int] = [self.chunk, self.unit, self.tag, len(self.data)]
-        for (first, count), one in zip(self.ranges, self.data, strict=True):
-            given += (first, count, one.nbytes)
-        return given
+    sets: list[tuple[str, codec.Encoded]]
+    arguments: list[str | int]
+    nbytes: int
 
 
 class StoredPiece(msgspec.Struct, frozen=True):
@@ -63,46 +42,69 @@ class StoredPiece(msgspec.Struct, frozen=True):
     tag: str
 
 
-@dataclass(slots=True)
-class Whereabouts:
-    """Where a chunk's payload is:
+class Whereabouts(msgspec.Struct):
+    """Where a chunk's payload is: pieces by unit and how its rows ended, both as the functions tell them.
 
-    pieces by unit (oldest first), and how its rows ended. `at_ms` is when it was put.
+    `at_ms` is when it was put; a freed chunk has no rows.
     """
 
     rows: int
     at_ms: int = 0
-    pieces: dict[int, list[StoredPiece]] = field(default_factory=dict)
-    ends: list[tuple[int, int, str, int, str]] = field(default_factory=list)  # first, count, state, step, reason
+    ended: str = ""
+    units: dict[int, str] = {}
+
+    def pieces(self, unit: int) -> list[StoredPiece]:
+        """The unit's pieces, oldest first."""
+        return [_parse_piece(unit, entry) for entry in self.units.get(unit, "").split(";") if entry]
+
+    def all_pieces(self) -> list[StoredPiece]:
+        """Those of all units."""
+        return [piece for unit in self.units for piece in self.pieces(unit)]
+
+
+# Chunk to (first row, rows, offset in a batch), in order of the rows.
+Places = dict[str, list[tuple[int, int, int]]]
+
+
+def places(ranges: Sequence[RowRange]) -> tuple[Places, int]:
+    """Where the rows of a batch belong that has those of the ranges in order, and how many these are."""
+    found: Places = {}
+    offset = 0
+    for one in _joined(ranges):
+        found.setdefault(one.chunk, []).append((one.first, one.count, offset))
+        offset += one.count
+    for some in found.values():
+        some.sort()
+    return found, offset
 
 
 def cut(
-    layout: Layout, batch: pa.RecordBatch, units: Sequence[int], ranges: Sequence[RowRange], tag: str
-) -> list[OutgoingPieces]:
-    """Pieces of `batch`, whose rows are those of `ranges` in order; `tag` makes their names unique."""
-    found: list[OutgoingPieces] = []
-    places: dict[str, list[tuple[int, int, int]]] = {}  # chunk to (first, count, offset in the batch)
-    offset = 0
-    for one in _joined(ranges):
-        places.setdefault(one.chunk, []).append((one.first, one.count, offset))
-        offset += one.count
-    for unit in units:
-        part = batch if len(layout.units[unit]) == batch.num_columns else batch.select(layout.units[unit])
-        for chunk, some in places.items():
-            some.sort()
-            data = tuple(codec.encode(part if count == offset else part.slice(at, count)) for _, count, at in some)
-            for encoded in data:
-                if encoded.nbytes > codec.MAX_PIECE_BYTES:
-                    got = f"{encoded.nbytes} bytes of {list(layout.units[unit])} in one chunk"
+    layout: Layout, prefix: str, batch: pa.RecordBatch, parts: Sequence[Part], to: Places, tag: str
+) -> Outgoing:
+    """Pieces of `batch`; `tag`, with a number where there are several in one chunk, makes their names unique."""
+    found = Outgoing([], [], 0)
+    rows = batch.num_rows
+    for unit, indexes in parts:
+        part = batch if indexes is None else batch.select(indexes)
+        for chunk, some in to.items():
+            key = payload_key(prefix, chunk, unit, tag)
+            found.arguments += (chunk, unit, tag, len(some))
+            for k, (first, count, at) in enumerate(some):
+                data = codec.encode(part if count == rows else part.slice(at, count))
+                if data.nbytes > codec.MAX_PIECE_BYTES:
+                    got = f"{data.nbytes} bytes of {list(layout.units[unit - 1])} in one chunk"
                     expected = f"at most {codec.MAX_PIECE_BYTES}"
                     raise UsageError(f"chunk for table '{layout.table.name}'", got=got, expected=expected)
-            rows = tuple((first, count) for first, count, _ in some)
-            found.append(OutgoingPieces(chunk, unit + 1, tag, rows, data))
+                found.sets.append((key if len(some) == 1 else f"{key}.{k}", data))
+                found.arguments += (first, count, data.nbytes)
+                found.nbytes += data.nbytes
     return found
 
 
-def _joined(ranges: Sequence[RowRange]) -> list[RowRange]:
+def _joined(ranges: Sequence[RowRange]) -> Sequence[RowRange]:
     """Neighbouring ranges of one chunk as one, whatever their deliveries and uses."""
+    if len(ranges) == 1:
+        return ranges
     joined: list[RowRange] = []
     for one in ranges:
         last = joined[-1] if joined else None
@@ -113,21 +115,14 @@ def _joined(ranges: Sequence[RowRange]) -> list[RowRange]:
     return joined
 
 
-def parse_whereabouts(units: Sequence[int], reply: Sequence[bytes | int]) -> tuple[str, Whereabouts]:
+def parse_whereabouts(units: Sequence[int], reply: Sequence[Any]) -> tuple[str, Whereabouts]:
     """A `whereabouts` reply of the functions: (chunk id, what is there)."""
     chunk, rows, *rest = reply
-    where = Whereabouts(rows=int(rows))
-    if rest:
-        where.at_ms = int(rest[0])
-        if rest[1]:
-            where.ends = list(parse_ends(_text(rest[1])))
-        for unit, entries in zip(units, rest[2:], strict=True):
-            where.pieces[unit] = [_parse_piece(unit, e) for e in _text(entries).split(";") if e]
-    return _text(chunk), where
-
-
-def _text(value: bytes | int) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+    if not rest:
+        return chunk.decode(), Whereabouts(rows)
+    at_ms, ended, *entries = rest
+    told = {unit: text.decode() for unit, text in zip(units, entries, strict=True)}
+    return chunk.decode(), Whereabouts(rows, at_ms, ended.decode(), told)
 
 
 def parse_ends(text: str) -> Iterator[tuple[int, int, str, int, str]]:
@@ -144,31 +139,37 @@ def _parse_piece(unit: int, entry: str) -> StoredPiece:
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Rows of one chunk whose columns of one unit lie in one piece (None: nothing was written)."""
+    """Rows of one chunk whose columns of one unit lie in one piece: rows [first, first + count) of its `of` rows.
 
-    chunk: str
+    `key` is where the piece is (None: nothing was written).
+    """
+
+    key: str | None
     first: int
     count: int
-    piece: StoredPiece | None
-
-    @property
-    def key(self) -> tuple[str, int, str] | None:
-        """Chunk, unit and name of the piece."""
-        return None if self.piece is None else (self.chunk, self.piece.unit, self.piece.name)
+    of: int
 
 
-def spans(ranges: Sequence[RowRange], selection: Selection, where: Mapping[str, Whereabouts]) -> list[list[Span]]:
+def spans(
+    prefix: str, ranges: Sequence[RowRange], selection: Selection, where: Mapping[str, Whereabouts]
+) -> list[list[Span]]:
     """For each unit of the selection, the ranges cut by the newest piece that has each row."""
     joined = _joined(ranges)
-    return [[span for one in joined for span in _spans(one, unit, where[one.chunk])] for unit in selection.units]
+    return [
+        [span for one in joined for span in _spans(prefix, one, unit, where[one.chunk])] for unit in selection.units
+    ]
 
 
-def _spans(one: RowRange, unit: int, where: Whereabouts) -> Iterator[Span]:
-    pieces = where.pieces.get(unit, ())
+def _spans(prefix: str, one: RowRange, unit: int, where: Whereabouts) -> list[Span]:
+    told = where.units.get(unit, "")
+    if told.find(";") == len(told) - 1 > 0:  # one piece, as nearly always
+        name, first, rows, _ = told.split(":", 3)
+        at, of = one.first - int(first), int(rows)
+        if at >= 0 and at + one.count <= of:
+            return [Span(payload_key(prefix, one.chunk, unit, name), at, one.count, of)]
+    found: list[Span] = []
+    pieces = where.pieces(unit)
     at, stop = one.first, one.first + one.count
-    if len(pieces) == 1 and pieces[0].first <= at and stop <= pieces[0].first + pieces[0].count:
-        yield Span(one.chunk, at, one.count, pieces[0])
-        return
     while at < stop:
         until = stop
         newest: StoredPiece | None = None
@@ -179,8 +180,13 @@ def _spans(one: RowRange, unit: int, where: Whereabouts) -> Iterator[Span]:
                 break
             if at < piece.first < until:  # a newer piece begins inside what an older one would give
                 until = piece.first
-        yield Span(one.chunk, at, until - at, newest)
+        if newest is None:
+            found.append(Span(None, 0, until - at, 0))
+        else:
+            key = payload_key(prefix, one.chunk, unit, newest.name)
+            found.append(Span(key, at - newest.first, until - at, newest.count))
         at = until
+    return found
 
 
 def assemble(
@@ -189,7 +195,7 @@ def assemble(
     layout: Layout,
     where: Mapping[str, Whereabouts],
     by_unit: Sequence[Sequence[Span]],
-    data: Mapping[tuple[str, int, str], bytes],
+    data: Mapping[str, bytes],
     writers: Mapping[str, str],
 ) -> pa.RecordBatch:
     """The wanted columns of the ranges, in order; null where nothing was written.
@@ -201,17 +207,16 @@ def assemble(
     Raises:
         DecodeError: a piece is not what its record says.
     """
+    if selection.one_unit:
+        return _unit_rows(layout.unit_schemas[selection.units[0] - 1], by_unit[0], data)
     units = {
         unit: _unit_rows(layout.unit_schemas[unit - 1], some, data)
         for unit, some in zip(selection.units, by_unit, strict=True)
     }
-    if selection.one_unit:
-        return units[selection.units[0]]
     columns: list[pa.Array] = []
-    for wanted in selection.schema:
-        if wanted.name in layout.place:
-            unit, index = layout.place[wanted.name]
-            columns.append(units[unit + 1].column(index))
+    for wanted, place in zip(selection.schema, selection.places, strict=True):
+        if place is not None:
+            columns.append(units[place[0]].column(place[1]))
         elif wanted.name == LINEAGE.name:
             columns.append(_lineage_column(ranges, layout, where, writers))
         else:
@@ -222,29 +227,24 @@ def assemble(
     return pa.RecordBatch.from_arrays(columns, schema=selection.schema)
 
 
-def _unit_rows(
-    schema: pa.Schema, some: Sequence[Span], data: Mapping[tuple[str, int, str], bytes]
-) -> pa.RecordBatch:
+def _unit_rows(schema: pa.Schema, some: Sequence[Span], data: Mapping[str, bytes]) -> pa.RecordBatch:
     parts: list[pa.RecordBatch] = []
-    decoded: tuple[StoredPiece, pa.RecordBatch] | None = None
+    known: str | None = None  # the piece that was decoded last
     for span in some:
-        piece, key = span.piece, span.key
-        if piece is None or key is None:
-            parts.append(
-                pa.RecordBatch.from_arrays([pa.nulls(span.count, kind) for kind in schema.types], schema=schema)
-            )
+        if span.key is None:
+            nulls = [pa.nulls(span.count, kind) for kind in schema.types]
+            parts.append(pa.RecordBatch.from_arrays(nulls, schema=schema))
             continue
-        if decoded is None or decoded[0] is not piece:
-            decoded = piece, codec.decode(data[key], schema, rows=piece.count)
-        whole = span.count == piece.count
-        parts.append(decoded[1] if whole else decoded[1].slice(span.first - piece.first, span.count))
+        if span.key != known:
+            known, piece = span.key, codec.decode(data[span.key], schema, rows=span.of)
+        parts.append(piece if span.count == span.of else piece.slice(span.first, span.count))
     return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
 
 
 def _ends(wanted: pa.Field, one: RowRange, where: Whereabouts) -> pa.Array:
     """One of `END_COLUMNS` for a range; null for live rows."""
     values: list[str | int | None] = [None] * one.count
-    for first, count, state, step, reason in where.ends:
+    for first, count, state, step, reason in parse_ends(where.ended):
         known: dict[str, str | int] = {"end_state": state, "end_reason": reason, "end_step": step}
         value = known[wanted.name] if state else None
         for row in range(max(first, one.first), min(first + count, one.first + one.count)):
@@ -259,17 +259,13 @@ def written(
     found: list[Written] = []
     for one in ranges:
         there = where[one.chunk]
-        for pieces in there.pieces.values():
-            for piece in pieces:
-                first = max(one.first, piece.first)
-                count = min(one.first + one.count, piece.first + piece.count) - first
-                if count > 0:
-                    at = (there.at_ms + piece.written_ms) / 1000
-                    writer = writers[client_of(piece.name)]
-                    columns = layout.units[piece.unit - 1]
-                    found.append(
-                        Written(RowRange(one.chunk, first, count), columns, writer, at, piece.version, piece.tag)
-                    )
+        for piece in there.all_pieces():
+            first = max(one.first, piece.first)
+            count = min(one.first + one.count, piece.first + piece.count) - first
+            if count > 0:
+                rows, columns = RowRange(one.chunk, first, count), layout.units[piece.unit - 1]
+                at, writer = (there.at_ms + piece.written_ms) / 1000, writers[client_of(piece.name)]
+                found.append(Written(rows, columns, writer, at, piece.version, piece.tag))
     return sorted(found, key=lambda entry: entry.at)
 
 

@@ -10,10 +10,11 @@ import redis
 
 from rlmq.buffer import payload
 from rlmq.buffer.connection import Link
-from rlmq.buffer.keys import TABLE_SUFFIXES, payload_key
-from rlmq.buffer.layout import LINEAGE, Layout, Selection
+from rlmq.buffer.keys import TABLE_SUFFIXES
+from rlmq.buffer.layout import Layout, Selection
 from rlmq.buffer.payload import Whereabouts
 from rlmq.buffer.store import Claim, RowRange
+from rlmq.buffer.wire import packed
 from rlmq.common.errors import IntegrityError, UsageError
 
 _RELOCATIONS = 20  # a piece may be replaced between being named and being read, not this often
@@ -50,44 +51,44 @@ class Reader:
         """
         missing, absent_rows = "", -1
         for _ in range(_RELOCATIONS):
-            by_unit = payload.spans(ranges, selection, where)
-            without = sum(span.count for some in by_unit for span in some if span.piece is None)
+            by_unit = payload.spans(self.prefix, ranges, selection, where)
+            keys: dict[str, None] = {}
+            without = 0
+            for some in by_unit:
+                for span in some:
+                    if span.key is None:
+                        without += span.count
+                    else:
+                        keys[span.key] = None
             if 0 <= absent_rows < without:  # the server came back older since: no nulls in place of what was there
                 break
             absent_rows = without
-            keys = list(dict.fromkeys(span.key for some in by_unit for span in some if span.key is not None))
-            data = self._get(keys)
-            if len(data) == len(keys):
-                if LINEAGE.name in selection.schema.names:
+            data = self._get(list(keys))
+            if None not in data.values():
+                if selection.lineage:
                     self.learn_writers(where)
                 return payload.assemble(ranges, selection, self.layout, where, by_unit, data, self.writers)
-            missing = next("/".join(map(str, key)) for key in keys if key not in data)
+            missing = next(key for key, value in data.items() if value is None)
             where = self.locate(ranges, selection.units)
             if any(where[one.chunk].rows == 0 for one in ranges):  # freed since: no nulls in place of its values
                 break
-        raise IntegrityError(f"payload '{missing}'", got="nothing", expected="the piece that its chunk names")
+        shown = missing.removeprefix(self.prefix + TABLE_SUFFIXES["payload"])
+        raise IntegrityError(f"payload '{shown}'", got="nothing", expected="the piece that its chunk names")
 
-    def _get(self, keys: Sequence[tuple[str, int, str]]) -> dict[tuple[str, int, str], bytes]:
-        """Those pieces that are there."""
-        data: dict[tuple[str, int, str], bytes] = {}
+    def _get(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Those pieces; None for one that is not there."""
+        data: dict[str, bytes] = {}
         for at in range(0, len(keys), _KEYS_PER_COMMAND):
             some = keys[at : at + _KEYS_PER_COMMAND]
-            (values,) = self.link.exchange([("MGET", *(payload_key(self.prefix, *key) for key in some))])
+            (values,) = self.link.exchange((packed(("MGET", *some)),))
             if isinstance(values, redis.ResponseError):
                 raise values
-            for key, value in zip(some, values, strict=True):
-                if value is not None:
-                    data[key] = value
+            data.update(zip(some, values, strict=True))
         return data
 
     def learn_writers(self, where: dict[str, Whereabouts]) -> None:
         """Look up the clients that are not known yet."""
-        named = {
-            payload.client_of(piece.name)
-            for there in where.values()
-            for pieces in there.pieces.values()
-            for piece in pieces
-        }
+        named = {payload.client_of(piece.name) for there in where.values() for piece in there.all_pieces()}
         unknown = sorted(named - self.writers.keys())
         if unknown:
             (workers,) = self.link.exchange([("HMGET", self.prefix + TABLE_SUFFIXES["clients"], *unknown)])

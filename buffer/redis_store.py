@@ -38,7 +38,7 @@ from rlmq.buffer.store import (
     Written,
 )
 from rlmq.buffer.waiting import Waiter
-from rlmq.buffer.wire import Argument
+from rlmq.buffer.wire import Small
 from rlmq.common.errors import (
     DeadlineExceeded,
     Fenced,
@@ -227,22 +227,31 @@ class RedisStore(ExperienceStore):
         """Add one chunk of whole groups; see `ExperienceStore.put`."""
         one = self._open(table)
         layout = one.layout
-        units = layout.checked(rows, prefix=True)
-        self._check_chunk(layout, rows, producer, sequence, group_size)
+        parts = layout.checked(rows, prefix=True)
+        self._check_chunk(one, rows, producer, sequence, group_size)
         chunk, count = f"{producer}.{sequence}", rows.num_rows
-        pieces = payload.cut(layout, rows, units, [RowRange(chunk, 0, count)], self._tag())
-        nbytes = sum(some.nbytes for some in pieces)
+        sent = payload.cut(layout, one.prefix, rows, parts, {chunk: [(0, count, 0)]}, self._tag())
         previous = one.put.get(producer, "")
         head = (layout.schema_fingerprint, producer, sequence, previous, chunk, count, group_size, int(closes))
         told = _told(facts, count, table)
         start = time.monotonic()
         end = start + self._put_timeout_s
-        room = {one.target: (0, count, nbytes)}
         if one.room is not None and one.room < count:  # do not send what is not likely to fit
-            self._room_waiter.wait(room, timeout_s=self._put_timeout_s)
+            self._wait_for_room(one, count, sent.nbytes, self._put_timeout_s)
+            start = time.monotonic()
         while True:
-            self._wait_for_memory(nbytes, end)
-            reply = self._send("put", one, (*head, *told), pieces, end)
+            self._unchecked_bytes += sent.nbytes
+            if start > self._check_memory_at or self._unchecked_bytes > self._unchecked_limit:
+                self._wait_for_memory(sent.nbytes, end)
+            reply = self._send("put", one, (*head, *told), sent, end)
+            if reply[0] == "ok":
+                one.put[producer] = sequence
+                one.room = layout.table.capacity_rows - reply[1]
+                return True
+            if reply[0] == "known":
+                if int(reply[1]) == sequence:  # the answer to the first call was lost
+                    one.put[producer] = sequence
+                return False
             if reply[0] == "schema":
                 raise self._other_schema(layout, reply[1])
             if reply[0] == "older":
@@ -252,28 +261,24 @@ class RedisStore(ExperienceStore):
                     expected=f"{previous}, which it acknowledged: it came back older",
                     remedy="Start the producer again: it puts what is missing",
                 )
-            if reply[0] != "full":
-                if reply[0] == "ok" or int(reply[1]) == sequence:  # known: the answer to the first call was lost
-                    one.put[producer] = sequence
-                if reply[0] == "ok":
-                    one.room = layout.table.capacity_rows - int(reply[1])
-                return bool(reply[0] == "ok")
-            left_s = end - time.monotonic()
-            if left_s <= 0 or not self._room_waiter.wait(room, timeout_s=left_s):
-                raise self._still_full(table, count, nbytes, reply)
+            start = time.monotonic()
+            if start >= end or not self._wait_for_room(one, count, sent.nbytes, end - start):
+                raise self._still_full(table, count, sent.nbytes, reply)
 
-    def _check_chunk(
-        self, layout: Layout, rows: pa.RecordBatch, producer: str, sequence: int, group_size: int
-    ) -> None:
-        checked_name("producer", producer)
-        subject = f"put into table '{layout.table.name}'"
-        if rows.num_rows < 1 or group_size < 1 or rows.num_rows % group_size:
-            raise UsageError(subject, got=f"{rows.num_rows} rows", expected=f"whole groups of {group_size}")
+    def _check_chunk(self, one: _Open, rows: pa.RecordBatch, producer: str, sequence: int, group_size: int) -> None:
+        if producer not in one.put:
+            checked_name("producer", producer)
+        count, table = rows.num_rows, one.layout.table
+        if count < 1 or group_size < 1 or count % group_size:
+            raise UsageError(_put_into(table), got=f"{count} rows", expected=f"whole groups of {group_size}")
         if not 0 <= sequence < 2**53:
-            raise UsageError(f"sequence of {subject}", got=sequence, expected="0 to 2**53 - 1")
-        if rows.num_rows > layout.table.capacity_rows:
-            expected = f"at most the capacity of {layout.table.capacity_rows}"
-            raise UsageError(subject, got=f"a chunk of {rows.num_rows} rows", expected=expected)
+            raise UsageError(f"sequence of {_put_into(table)}", got=sequence, expected="0 to 2**53 - 1")
+        if count > table.capacity_rows:
+            expected = f"at most the capacity of {table.capacity_rows}"
+            raise UsageError(_put_into(table), got=f"a chunk of {count} rows", expected=expected)
+
+    def _wait_for_room(self, one: _Open, rows: int, nbytes: int, timeout_s: float) -> bool:
+        return self._room_waiter.wait({one.target: (0, rows, nbytes)}, timeout_s=timeout_s)
 
     def _still_full(self, table: str, rows: int, nbytes: int, reply: list[Any]) -> DeadlineExceeded:
         limit, value, most, stage, todo = (x.decode() if isinstance(x, bytes) else x for x in reply[1:6])
@@ -291,18 +296,14 @@ class RedisStore(ExperienceStore):
         self,
         verb: str,
         one: _Open,
-        head: Sequence[Argument],
-        pieces: Sequence[payload.OutgoingPieces],
+        head: Sequence[Small],
+        sent: payload.Outgoing,
         end: float,
     ) -> list[Any]:
         """A function with its payload; a server at its memory limit is full, not broken: try until `end`."""
-        args = [*head]
-        for some in pieces:
-            args += some.arguments()
-        sets = [pair for some in pieces for pair in some.keyed(one.prefix)]
         while True:
             try:
-                return self._link.call(verb, one.target, *args, payload=sets)
+                return self._link.call(verb, one.target, *head, *sent.arguments, payload=sent.sets)
             except redis.OutOfMemoryError as error:
                 if time.monotonic() + _MEMORY_PAUSE_S > end:
                     raise self._no_memory(verb, str(error)) from error
@@ -310,8 +311,7 @@ class RedisStore(ExperienceStore):
 
     def _wait_for_memory(self, nbytes: int, end: float) -> None:
         """Leave a part of the server's memory to those who write columns: only they free rows."""
-        self._unchecked_bytes += nbytes
-        while time.monotonic() > self._check_memory_at or self._unchecked_bytes > self._unchecked_limit:
+        while True:
             (text,) = self._link.exchange([("INFO", "memory")])
             if isinstance(text, Exception):
                 raise text
@@ -322,7 +322,7 @@ class RedisStore(ExperienceStore):
             self._unchecked_bytes = nbytes
             if not most or int(memory["used_memory"]) + nbytes < most * (1 - _MEMORY_RESERVE):
                 return
-            self._check_memory_at = 0.0
+            self._check_memory_at = 0.0  # if this gives up, the next one looks too
             if time.monotonic() + _MEMORY_PAUSE_S > end:
                 raise self._no_memory("put", f"{memory['used_memory_human']} of {memory['maxmemory_human']} used")
             time.sleep(_MEMORY_PAUSE_S)
@@ -375,14 +375,10 @@ class RedisStore(ExperienceStore):
         tokens, newest = "" if max_tokens is None else max_tokens, "" if version is None else version
         head = (index, lease, self._worker, max_rows, min_rows, tokens, newest)
 
-        def call(waiter: str, left_ms: int, waited_ms: int) -> Sequence[Argument]:
-            return ("claim", *head, waiter, left_ms, waited_ms, *selection.units)
-
         if timeout_s > 0:
-            reply = self._row_waiter.until(one.target, call, timeout_s)
+            reply = self._row_waiter.until(one.target, "claim", head, selection.units, timeout_s)
         else:
-            verb, *args = call("", 0, 0)
-            reply = self._link.call(str(verb), one.target, *args)
+            reply = self._link.call("claim", one.target, *head, "", 0, 0, *selection.units)
         if reply[0] == "ok":
             found = self._claimed(one, table, stage, lease, selection, reply)
             if found is not None or timeout_s <= 0:
@@ -410,11 +406,8 @@ class RedisStore(ExperienceStore):
     ) -> Claim | None:
         """The rows that a reply leases; None when the server has forgotten the lease since."""
         _, flat, located = reply
-        ranges = tuple(
-            RowRange(flat[k].decode(), flat[k + 1], flat[k + 2], flat[k + 3], flat[k + 4])
-            for k in range(0, len(flat), 5)
-        )
-        where = dict(payload.parse_whereabouts(selection.units, chunk) for chunk in located)
+        ranges = tuple([RowRange(flat[k].decode(), *flat[k + 1 : k + 5]) for k in range(0, len(flat), 5)])
+        where = dict([payload.parse_whereabouts(selection.units, chunk) for chunk in located])
         try:
             rows = one.reader.fetch(ranges, selection, where)
         except IntegrityError as error:  # rows with damaged payload end as dead and do not stay leased
@@ -467,15 +460,15 @@ class RedisStore(ExperienceStore):
     def write(self, claim: Claim, columns: pa.RecordBatch, *, ack: bool = False, facts: Facts = _NO_FACTS) -> None:
         """Add columns to the claimed rows; see `ExperienceStore.write`."""
         one = self._open(claim.table)
-        units = one.layout.checked(columns, prefix=False)
-        count = claim.count
+        parts = one.layout.checked(columns, prefix=False)
+        to, count = payload.places(claim.ranges)
         if columns.num_rows != count:
             subject = f"columns written to table '{claim.table}'"
             raise SchemaMismatch(subject, got=f"{columns.num_rows} rows", expected=f"the claim's {count}")
-        pieces = payload.cut(one.layout, columns, units, claim.ranges, self._tag())
+        sent = payload.cut(one.layout, one.prefix, columns, parts, to, self._tag())
         head = (claim.lease, next(self._serial), int(ack), *_told(facts, count, claim.table))
         end = time.monotonic() + self._put_timeout_s
-        self._checked(claim, self._send("write", one, head, pieces, end))
+        self._checked(claim, self._send("write", one, head, sent, end))
         if ack:
             one.over(claim.lease)
 
@@ -501,7 +494,7 @@ class RedisStore(ExperienceStore):
         if state not in END_STATES or (state == "trained" and step < 0):
             expected = f"one of {END_STATES}, `trained` with its step"
             raise UsageError("finish", got=f"state {state!r}, step {step}", expected=expected)
-        ranges: list[Argument] = []
+        ranges: list[Small] = []
         if rows is not None:
             if not rows:
                 return
@@ -509,7 +502,7 @@ class RedisStore(ExperienceStore):
                 ranges += [one.chunk, one.first, one.count]
         self._end(claim, "finish", state, _label(state, reason), _kept(reason), step, *ranges)
 
-    def _end(self, claim: Claim, verb: str, *args: Argument) -> None:
+    def _end(self, claim: Claim, verb: str, *args: Small) -> None:
         if claim.lease in self._finished:
             return
         one = self._open(claim.table)
@@ -539,7 +532,7 @@ class RedisStore(ExperienceStore):
             IntegrityError: a row of the entry ended otherwise.
         """
         opened = self._open(table)
-        args: list[Argument] = []
+        args: list[Small] = []
         for one in ranges:
             producer, _, sequence = one.chunk.rpartition(".")
             args += [one.chunk, producer, sequence, one.first, one.count, one.use]
@@ -580,7 +573,7 @@ class RedisStore(ExperienceStore):
         if len(ranges) != len(priorities) or not all(0 < rate < float("inf") for rate in priorities):
             got = f"{len(ranges)} ranges, {len(priorities)} rates {list(priorities)[:4]}"
             raise UsageError(subject, got=got, expected="one positive finite rate for each range")
-        args: list[Argument] = []
+        args: list[Small] = []
         for where, rate in zip(ranges, priorities, strict=True):
             args += [where.chunk, where.first, where.count, repr(float(rate))]
         reply = self._link.call("prioritize", one.target, one.layout.stage_index(stage), *args)
@@ -739,8 +732,14 @@ _LIMITS = {
 }
 
 
-def _told(facts: Facts, rows: int, table: str) -> tuple[Argument, Argument, Argument]:
+def _put_into(table: Table) -> str:
+    return f"put into table '{table.name}'"
+
+
+def _told(facts: Facts, rows: int, table: str) -> tuple[Small, Small, Small]:
     """Version, tokens (four bytes little-endian each) and tag as the functions take them."""
+    if facts is _NO_FACTS:
+        return "", "", ""
     tokens: bytes | str = ""
     if facts.tokens is not None:
         if len(facts.tokens) != rows or not all(0 <= count < 2**32 for count in facts.tokens):
@@ -749,7 +748,7 @@ def _told(facts: Facts, rows: int, table: str) -> tuple[Argument, Argument, Argu
         tokens = struct.pack(f"<{rows}I", *facts.tokens)
     if facts.version is not None and facts.version < 0:
         raise UsageError(f"policy version of rows for table '{table}'", got=facts.version, expected="at least 0")
-    if len(facts.tag) > _TAG_CHARS or any(mark in facts.tag for mark in ":;"):
+    if len(facts.tag) > _TAG_CHARS or ":" in facts.tag or ";" in facts.tag:
         expected = f"at most {_TAG_CHARS} characters without ':' and ';'"
         raise UsageError(f"tag of rows for table '{table}'", got=repr(facts.tag[:40]), expected=expected)
     return "" if facts.version is None else facts.version, tokens, facts.tag

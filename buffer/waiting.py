@@ -8,24 +8,20 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis
 
-from rlmq.buffer.connection import Link, function_call
+from rlmq.buffer.connection import Link, checked, function_call
 from rlmq.buffer.keys import wake_key
-from rlmq.buffer.wire import Argument, Wire
+from rlmq.buffer.wire import Small, Wire
 
-_GRACE_S, _MOST_GRACE_S = (
-    1.0,
-    5.0,
-)  # a blocked pop ends by itself; this long after its time-out the connection is given up
+_GRACE_S, _MOST_GRACE_S = 1.0, 5.0  # so long after its time a blocked pop is given up
 _PAUSE_S = 0.05  # after a lost connection
 _LOOK_S = 2.0  # a token may have gone to a process that died before it could claim: look again
-_Interests = Mapping[
-    str, Sequence[int]
-]  # table (as `Link.call` takes it) to (stage index or 0 for room, rows, settled or bytes)...
+# Table (as `Link.call` takes it) to (stage index or 0 for room, rows, settled or bytes)...
+_Interests = Mapping[str, Sequence[int]]
 
 
 class Waiter:
@@ -66,20 +62,20 @@ class Waiter:
                     return not self._unregister(interests)
 
     def until(
-        self, target: str, call: Callable[[str, int, int], Sequence[Argument]], timeout_s: float
+        self, target: str, verb: str, head: Sequence[Small], tail: Sequence[Small], timeout_s: float
     ) -> list[Any]:
         """Repeat a function that registers this waiter when it answers "none", until it answers something else.
 
         Args:
-            call: the function's verb and arguments for (waiter, milliseconds left, milliseconds waited).
+            head: the function's arguments before those of the wait: waiter, milliseconds left and waited.
+            tail: its arguments after them.
 
         Returns:
             The function's answer: "none" when the time is over (this waiter is not registered then).
         """
         with self._lock:
             start = time.monotonic()
-            verb, *args = call(self._name, int(timeout_s * 1000) + 1000, 0)
-            reply = self._link.call(str(verb), target, *args)
+            reply = self._link.call(verb, target, *head, self._name, int(timeout_s * 1000) + 1000, 0, *tail)
             while reply[0] == "none":
                 waited_s = time.monotonic() - start
                 left_s = timeout_s - waited_s
@@ -88,29 +84,25 @@ class Waiter:
                     return reply
                 due_ms = int(reply[-1])
                 sleep_s = min(left_s, _LOOK_S if due_ms < 0 else min(due_ms / 1000 + 0.002, _LOOK_S))
-                verb, *args = call(self._name, int(left_s * 1000) + 1000, max(1, int(waited_s * 1000)))
-                reply = self._pop_and_call(target, sleep_s, str(verb), args)
+                waits = (self._name, int(left_s * 1000) + 1000, max(1, int(waited_s * 1000)))
+                reply = self._pop_and_call(target, sleep_s, verb, (*head, *waits, *tail))
             return reply
 
-    def _pop_and_call(self, target: str, sleep_s: float, verb: str, args: Sequence[Argument]) -> list[Any]:
+    def _pop_and_call(self, target: str, sleep_s: float, verb: str, args: Sequence[Small]) -> list[Any]:
         """Sleep for a token, then run the function, in one round trip."""
         wire = self._wire
         try:
             if not sleep_s + _GRACE_S <= wire.timeout_s <= sleep_s + _MOST_GRACE_S:  # setting it costs system calls
                 wire.timeout_s = sleep_s + _GRACE_S
-            wire.send(
-                [
-                    ("BLPOP", _wake_key(target, self._name), f"{max(sleep_s, 0.001):.3f}"),
-                    function_call(verb, target, *args),
-                ]
-            )
+            pop = ("BLPOP", _wake_key(target, self._name), f"{max(sleep_s, 0.001):.3f}")
+            wire.send((pop, function_call(verb, target, *args)))
             token, reply = wire.receive(), wire.receive()
         except (redis.ConnectionError, redis.TimeoutError, OSError):
             wire.disconnect()
             return self._link.call(verb, target, *args)
         if isinstance(token, Exception) or isinstance(reply, Exception) or reply[0] == b"unknown":
             return self._link.call(verb, target, *args)  # it knows what to do about it
-        return [reply[0].decode(), *reply[1:]]
+        return checked(target, reply)
 
     def _register(self, interests: _Interests, left_s: float, waited_s: float) -> tuple[bool, float | None]:
         head = (self._name, int(left_s * 1000) + 1000, self._worker, int(waited_s * 1000))

@@ -45,8 +45,9 @@ class Scattered(Protocol):
         """Length of the argument."""
 
 
-Argument = str | bytes | int | float | Scattered
-Command = tuple[Argument, ...]
+Small = str | bytes | int | float
+Argument = Small | Scattered
+Command = tuple[Argument, ...] | bytes  # bytes: as `packed` made them
 
 
 class Wire:
@@ -85,8 +86,8 @@ class Wire:
         if self._socket is not None:
             self._set_timeout(self._socket)
 
-    def connect(self) -> None:
-        """Connect and authenticate, unless connected.
+    def connect(self) -> socket.socket:
+        """Connect and authenticate, unless connected; returns the socket.
 
         Raises:
             redis.RedisError: as redis-py raises it.
@@ -100,6 +101,7 @@ class Wire:
                 self._connection.disconnect()  # an interrupted greeting must not go on with a command
                 raise
             self._socket = self._connection._sock
+        return self._socket
 
     def _set_timeout(self, sock: socket.socket) -> None:
         if self._encrypted:  # OpenSSL would wait on after the kernel's time-out
@@ -134,8 +136,7 @@ class Wire:
             redis.ConnectionError: no connection, or it ended. redis.TimeoutError: the server takes nothing.
         """
         buffers, total_bytes = pack(commands)
-        self.connect()
-        sock = self._connected()
+        sock = self._socket or self.connect()
         try:
             if len(buffers) == 1:
                 sock.sendall(buffers[0])
@@ -160,10 +161,8 @@ class Wire:
             reply, self._next = self._next, _NOTHING
             return reply
         try:
-            reply = self._reader.gets()
-            while reply is _NOTHING:
+            while (reply := self._reader.gets()) is _NOTHING:
                 self._read()
-                reply = self._reader.gets()
         except OSError as error:
             raise self._lost(error) from error
         except BaseException:
@@ -172,7 +171,7 @@ class Wire:
         return reply
 
     def _read(self) -> None:
-        count = self._connected().recv_into(self._buffer)
+        count = (self._socket or self._connected()).recv_into(self._buffer)
         if count == 0:
             raise ConnectionResetError("Connection closed by server")
         self._reader.feed(self._buffer, 0, count)  # type: ignore[arg-type]  # it takes any buffer
@@ -223,17 +222,24 @@ def _new_reader() -> hiredis.Reader:
     return reader
 
 
+def packed(command: tuple[Small, ...]) -> bytes:
+    """A command of small arguments as it is sent."""
+    return hiredis.pack_command(command)  # type: ignore[arg-type, no-any-return]  # its types know one argument
+
+
 def pack(commands: Sequence[Command]) -> tuple[list[ReadableBuffer], int]:
     """The commands as buffers to send one after another, and their length in bytes.
 
     Large arguments are buffers of their own, not copied; what lies between is joined.
     """
     buffers: list[ReadableBuffer] = []
-    texts: list[bytes] = []
+    texts: list[ReadableBuffer] = []
     total_bytes = 0
     for command in commands:
-        if _SMALL.issuperset(map(type, command)):
-            texts.append(hiredis.pack_command(command))  # type: ignore[arg-type]  # none is scattered
+        if isinstance(command, bytes):
+            texts.append(command)
+        elif _SMALL.issuperset(map(type, command)):
+            texts.append(packed(command))  # type: ignore[arg-type]  # none is scattered
         else:
             total_bytes += _pack_large(command, texts, buffers)
     text = b"".join(texts)
@@ -241,7 +247,7 @@ def pack(commands: Sequence[Command]) -> tuple[list[ReadableBuffer], int]:
     return buffers, total_bytes + len(text)
 
 
-def _pack_large(command: Command, texts: list[bytes], buffers: list[ReadableBuffer]) -> int:
+def _pack_large(command: tuple[Argument, ...], texts: list[ReadableBuffer], buffers: list[ReadableBuffer]) -> int:
     """Put large arguments, and the texts before each, into the buffers; returns how many bytes these were."""
     total_bytes = 0
     texts.append(b"*%d\r\n" % len(command))
@@ -249,18 +255,15 @@ def _pack_large(command: Command, texts: list[bytes], buffers: list[ReadableBuff
         parts: Sequence[ReadableBuffer]
         if isinstance(argument, bytes | str | int | float):
             data = _encoded(argument)
-            if len(data) < _LARGE_BYTES:
-                texts.append(b"$%d\r\n%b\r\n" % (len(data), data))
-                continue
             parts, nbytes = (data,), len(data)
         else:
             parts, nbytes = argument.parts, argument.nbytes
-            if nbytes < _LARGE_BYTES:
-                data = b"".join(parts)
-                if len(data) != nbytes:
-                    raise _wrong_length(len(data) - nbytes)
-                texts.append(b"$%d\r\n%b\r\n" % (nbytes, data))
-                continue
+        if nbytes < _LARGE_BYTES:
+            whole = parts[0] if len(parts) == 1 else b"".join(parts)
+            if (excess := memoryview(whole).nbytes - nbytes) != 0:
+                raise _wrong_length(excess)
+            texts += (b"$%d\r\n" % nbytes, whole, b"\r\n")
+            continue
         texts.append(b"$%d\r\n" % nbytes)
         text = b"".join(texts)
         buffers.append(text)
@@ -274,7 +277,7 @@ def _wrong_length(excess_bytes: int) -> ValueError:
     return ValueError(f"scattered argument: its parts make {excess_bytes:+} bytes of its nbytes")
 
 
-def _encoded(argument: bytes | str | int | float) -> bytes:
+def _encoded(argument: Small) -> bytes:
     if isinstance(argument, bytes):
         return argument
     if isinstance(argument, str):
