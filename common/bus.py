@@ -24,7 +24,9 @@ import zmq
 
 from rlmq.common.errors import DecodeError, DependencyError
 from rlmq.common.messages import (
+    EVERYONE,
     MAX_MESSAGE_BYTES,
+    Beat,
     Doorbell,
     Goodbye,
     Report,
@@ -36,6 +38,8 @@ from rlmq.common.run_folder import RunFolder
 
 _LINGER_MS = 500
 _SEND_QUEUE = 10_000
+_BEAT_S = 1.0
+_JOIN_S = 5.0
 
 
 class Wake:
@@ -139,18 +143,19 @@ class _Bus(ABC):
         """Send what is queued, end the thread, close everything."""
         self._closing.set()
         self._out_wake.set()
-        self._thread.join(timeout=5.0)
+        self._thread.join(timeout=_JOIN_S)
         self._context.term()
         self._out_wake.close()
         self.wake.close()
 
 
 class ControllerBus(_Bus):
-    """Rings doorbells and collects reports."""
+    """Rings doorbells and collects reports; tells everyone once a second that the epoch's controller lives."""
 
-    def __init__(self, run: RunFolder, *, tick: Callable[[], None], tick_s: float) -> None:
-        super().__init__(tick_s=tick_s, name="bus")
-        self._on_tick = tick
+    def __init__(self, run: RunFolder, *, epoch: int, tick: Callable[[], None], tick_s: float) -> None:
+        super().__init__(tick_s=_BEAT_S, name="bus")
+        self._beat = (EVERYONE.encode(), encode(Beat(epoch)))
+        self._ticker = threading.Thread(target=self._keep_ticking, args=(tick, tick_s), name="tick", daemon=True)
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._doorbell = self._context.socket(zmq.XPUB)
         self._doorbell.setsockopt(zmq.XPUB_NODROP, 1)  # a full peer raises instead of losing the message
@@ -166,10 +171,12 @@ class ControllerBus(_Bus):
                 ) from error
         self._bound = {path: path.stat().st_ino for path in (run.sockets / "doorbell", run.sockets / "reports")}
         self._thread.start()
+        self._ticker.start()
 
     def close(self) -> None:
         """Close, and remove the socket files unless a later controller has put its own there."""
         super().close()
+        self._ticker.join(timeout=_JOIN_S)
         for path, inode in self._bound.items():
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino == inode:
@@ -203,7 +210,12 @@ class ControllerBus(_Bus):
             self.wake.set()
 
     def _tick(self) -> None:
-        self._on_tick()
+        self._transmit(self._beat)
+
+    def _keep_ticking(self, tick: Callable[[], None], tick_s: float) -> None:
+        """On a thread of its own: while the server is away, workers still hear the beat."""
+        while not self._closing.wait(tick_s):
+            tick()
 
 
 class WorkerBus(_Bus):
@@ -223,12 +235,13 @@ class WorkerBus(_Bus):
         self._heard = heard
         self._heartbeat = heartbeat
         self._sub = self._context.socket(zmq.SUB)
-        self._sub.setsockopt(zmq.SUBSCRIBE, role.encode())
+        self._topics = (role.encode(), EVERYONE.encode())
+        for topic in self._topics:
+            self._sub.setsockopt(zmq.SUBSCRIBE, topic)
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.IDENTITY, identity.encode())
         self._sub.connect(run.doorbell_address)
         self._dealer.connect(run.reports_address)
-        self._role = role.encode()
         self._thread.start()
 
     def report(self, report: Report) -> None:
@@ -252,9 +265,11 @@ class WorkerBus(_Bus):
             self._dealer.send(encode(item), zmq.NOBLOCK)
 
     def _received(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        if socket is self._sub and frames[0] == self._role:  # topics match by prefix
-            self._heard(decode_doorbell(frames[-1]))
-            self.wake.set()
+        if socket is self._sub and frames[0] in self._topics:  # topics match by prefix
+            bell = decode_doorbell(frames[-1])
+            self._heard(bell)
+            if not isinstance(bell, Beat):
+                self.wake.set()
 
     def _tick(self) -> None:
         self._transmit(self._heartbeat())

@@ -55,7 +55,7 @@ class Dispatch:
         self._versions: dict[str, int] = {}
         self._stop_error: RlmqError | None = None
         self._lost_epoch: Fenced | None = None
-        self.bus = ControllerBus(run, tick=self._renew, tick_s=EPOCH_LEASE_S / 5)
+        self.bus = ControllerBus(run, epoch=epoch, tick=self._renew, tick_s=EPOCH_LEASE_S / 5)
 
     # -- desired states -----------------------------------------------------------------------------------
 

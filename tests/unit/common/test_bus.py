@@ -16,7 +16,7 @@ import zmq
 from rlmq.common.bus import ControllerBus, WorkerBus
 from rlmq.common.calls import Call, Desired
 from rlmq.common.errors import DependencyError
-from rlmq.common.messages import CallBell, DesiredBell, Doorbell, Goodbye, Heartbeat, Report
+from rlmq.common.messages import Beat, CallBell, DesiredBell, Doorbell, Goodbye, Heartbeat, Report
 from rlmq.common.run_folder import RunFolder
 
 
@@ -48,7 +48,7 @@ def wait_until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
 
 @contextmanager
 def controller(run: RunFolder) -> Iterator[ControllerBus]:
-    bus = ControllerBus(run, tick=lambda: None, tick_s=0.2)
+    bus = ControllerBus(run, epoch=1, tick=lambda: None, tick_s=0.2)
     try:
         yield bus
     finally:
@@ -85,11 +85,11 @@ def test_a_doorbell_carries_the_call_to_its_role_only(run: RunFolder) -> None:
 
         def rang() -> bool:  # a new subscriber misses what was sent before: ring until it hears
             bus.ring("reward", CallBell(call))
-            return bool(heard)
+            return any(not isinstance(bell, Beat) for bell in heard)
 
         wait_until(rang)
-    assert heard[0] == CallBell(call)
-    assert not others
+    assert next(bell for bell in heard if not isinstance(bell, Beat)) == CallBell(call)
+    assert all(isinstance(bell, Beat) for bell in others)
 
 
 def test_a_report_wakes_the_controllers_sleep(run: RunFolder) -> None:
@@ -128,10 +128,37 @@ def test_a_desired_state_survives_the_wire_unchanged(run: RunFolder) -> None:
 
         def rang() -> bool:
             bus.ring("reward", DesiredBell(desired))
-            return bool(heard)
+            return any(not isinstance(bell, Beat) for bell in heard)
 
         wait_until(rang)
-    assert heard[0] == DesiredBell(desired)
+    assert next(bell for bell in heard if not isinstance(bell, Beat)) == DesiredBell(desired)
+
+
+def test_every_role_hears_that_the_controller_lives(run: RunFolder) -> None:
+    heard: list[Doorbell] = []
+    others: list[Doorbell] = []
+    with controller(run), worker(run, heard), worker(run, others, role="actor"):
+        wait_until(lambda: Beat(1) in heard and Beat(1) in others)
+
+
+def test_a_tick_that_hangs_does_not_silence_the_beat(run: RunFolder) -> None:
+    # given a lease renewal that waits for its server
+    heard: list[Doorbell] = []
+    hanging, go_on = threading.Event(), threading.Event()
+
+    def tick() -> None:
+        hanging.set()
+        go_on.wait(60.0)
+
+    bus = ControllerBus(run, epoch=4, tick=tick, tick_s=0.01)
+    try:
+        assert hanging.wait(10.0)
+        # when a worker comes, then it hears the beat
+        with worker(run, heard):
+            wait_until(lambda: Beat(4) in heard)
+    finally:
+        go_on.set()
+        bus.close()
 
 
 def test_a_socket_path_that_is_taken_is_named(run: RunFolder) -> None:
@@ -139,7 +166,7 @@ def test_a_socket_path_that_is_taken_is_named(run: RunFolder) -> None:
     (run.sockets / "doorbell").mkdir()
     try:
         with pytest.raises(DependencyError, match="doorbell"):
-            ControllerBus(run, tick=lambda: None, tick_s=1.0)
+            ControllerBus(run, epoch=1, tick=lambda: None, tick_s=1.0)
     finally:
         (run.sockets / "doorbell").rmdir()
         run.sockets.rmdir()
@@ -160,7 +187,7 @@ def test_closing_leaves_no_socket_file(run: RunFolder) -> None:
 
 def test_a_controller_that_was_replaced_leaves_the_new_ones_sockets(run: RunFolder) -> None:
     # given a second controller that has bound the same addresses after the first
-    old = ControllerBus(run, tick=lambda: None, tick_s=1.0)
+    old = ControllerBus(run, epoch=1, tick=lambda: None, tick_s=1.0)
     with controller(run) as new:
         # when the first one closes
         old.close()

@@ -67,7 +67,7 @@ class Run:
         self.calls = calls
         self.folder = RunFolder(folder)
         self.epoch = calls.begin_epoch(fingerprint="f", lease_s=60)
-        self.bus = ControllerBus(self.folder, tick=lambda: None, tick_s=1.0)
+        self.bus = ControllerBus(self.folder, epoch=1, tick=lambda: None, tick_s=1.0)
         self.code: int | None = None
         self.role: Echo | None = None
         self.heard: list[Report] = []
