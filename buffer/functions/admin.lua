@@ -76,7 +76,7 @@ register('bury', function(keys, args)
   if args[2] == '1' then
     rows = move(t, chunk, {first, count}, 'retry', to_retried)
     t.ended[args[3]] = (t.ended[args[3]] or 0) - rows
-    chunk.why = chunk.why .. table.concat({first, count, '', -1, ''}, US) .. RS
+    chunk.why, chunk.dirty = chunk.why .. table.concat({first, count, '', -1, ''}, US) .. RS, true
     join(t, chunk)
   else
     rows = move(t, chunk, {first, count}, 'drop', to_dropped)

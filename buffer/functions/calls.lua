@@ -1,6 +1,6 @@
 -- Calls, desired states and incarnations of one run. KEYS[1] is the run's prefix R.
 --
---   R controller    hash: epoch, owner (nonce of who began it), until_ms (lease), fingerprint (of the schema)
+--   R controller    hash: epoch, owner (mark of the process, nonce), until_ms (lease), fingerprint (of the schema)
 --   R incarnations  hash: "role:rank" -> incarnation
 --   R calls         hash: call id -> the call (msgpack)
 --   R call-heads    hash: call id -> msgpack {digest of role, method, ranks and arguments, role, ranks}
@@ -127,15 +127,17 @@ register('join', function(keys, args)
   return {'ok', redis.call('HINCRBY', at, who, 1)}
 end, 'allow-oom')
 
--- begin_epoch(fingerprint, lease_ms, nonce): {"ok", epoch}, {"second", milliseconds left} or {"schema", theirs}.
+-- begin_epoch(fingerprint, lease_ms, owner, ended): {"ok", epoch}, {"second", milliseconds left, owner} or
+-- {"schema", theirs}. The lease of the owner `ended` counts as over: its process is known to be gone.
 register('begin_epoch', function(keys, args)
   local run, now = keys[1], now_ms()
   local at = run .. KEY.controller
   local theirs = other_fingerprint(run, args[1])
   if theirs then return {'schema', theirs} end
-  if redis.call('HGET', at, 'owner') == args[3] then return {'ok', epoch_of(run)} end
+  local owner = redis.call('HGET', at, 'owner')
+  if owner == args[3] then return {'ok', epoch_of(run)} end
   local left = tonumber(redis.call('HGET', at, 'until_ms') or 0) - now
-  if left > 0 then return {'second', left} end
+  if left > 0 and owner ~= args[4] then return {'second', left, owner} end
   redis.call('HSET', at, 'fingerprint', args[1], 'owner', args[3], 'until_ms', now + tonumber(args[2]))
   return {'ok', redis.call('HINCRBY', at, 'epoch', 1)}
 end, 'allow-oom')
@@ -147,3 +149,9 @@ register('renew_epoch', function(keys, args)
   redis.call('HSET', keys[1] .. KEY.controller, 'until_ms', lease_ms > 0 and now_ms() + lease_ms or 0)
   return {'ok'}
 end, 'allow-oom')
+
+-- controller(): {"ok", newest epoch, milliseconds that its lease is still live}.
+register('controller', function(keys)
+  local left = tonumber(redis.call('HGET', keys[1] .. KEY.controller, 'until_ms') or 0) - now_ms()
+  return {'ok', epoch_of(keys[1]), math.max(0, left)}
+end, 'no-writes')

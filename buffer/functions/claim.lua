@@ -78,7 +78,7 @@ local function take(t, chunk, i, first, count, size, want)
 end
 
 local function collect(t, i, want, version)
-  local stage, key, from, at_once, chunks = t.stages[i], t.prefix .. KEY.ready .. i, 0, AT_FIRST, 0
+  local stage, key, from, at_once, chunks = t.stages[i], t.stages[i].key.ready, 0, AT_FIRST, 0
   local stale, last = version and stage.max_staleness, nil
   while true do
     local found = stage.by_unit and redis.call('ZRANGE', key, from, from + at_once - 1, 'WITHSCORES')
@@ -171,7 +171,10 @@ register('claim', function(keys, args)
   if claimable(t, i, least) then
     want.room = math.min(want.room, allowed_rows(t, i))
     collect(t, i, want, number_or_nil(args[7]))
-    if args[7] ~= '' and not claimable(t, i, least) then want.got = 0 end  -- what was stale is not there any more
+    if args[7] ~= '' then  -- what was stale is not there any more
+      for _, chunk in ipairs(t.order) do tally(t, chunk) end
+      if not claimable(t, i, least) then want.got = 0 end
+    end
   end
   if want.large then return {'large', want.large} end
   if want.got == 0 or (stage.scope ~= 'chunk' and want.got < least) then
@@ -194,11 +197,13 @@ register('claim', function(keys, args)
       record[f + 1], record[f + 2], record[f + 3] = id, first, count
     end
   end
-  each_chunk(t, record, 5, function(chunk, own) move(t, chunk, own, 'lease' .. i, to_leased, i) end)
+  each_chunk(t, record, 5, function(chunk, own) move(t, chunk, own, stage.moves.lease, to_leased, i) end)
   add_to(t, i, TAKEN, want.got)
   if stage.samples_per_insert then t.roomier = true end
   if want.clock then t.state[t.config.base[i] + CLOCK] = math.max(want.clock, stage_state(t, i, CLOCK)) end
-  redis.call('HSET', t.prefix .. KEY.leases, slot, cmsgpack.pack(record))
+  local packed = cmsgpack.pack(record)
+  redis.call('HSET', t.key.leases, slot, packed)
+  keep(packed, record)
   if due < t.state[DUE] then t.state[DUE] = due end
   if tonumber(args[10]) > 0 then drop_waiter(t, args[8]) end
   local reply = claim_reply(t, ranges, units)

@@ -101,14 +101,14 @@ end
 
 local function piece_name(tag, number, k) return number == 1 and tag or tag .. '.' .. k - 1 end
 
-local function group_keys(t, keys, id, unit, tag, number)
-  for k = 1, number do keys[#keys + 1] = payload_key(t, id, unit .. '.' .. piece_name(tag, number, k)) end
+local function group_keys(prefix, keys, id, unit, tag, number)
+  for k = 1, number do keys[#keys + 1] = payload_key(prefix, id, unit, piece_name(tag, number, k)) end
 end
 
 -- Unlink the payload that came with a call which is refused.
 local function refuse(keys, args, at, reply)
   local names = {}
-  each_group(args, at, function(id, unit, tag, _, number) group_keys({prefix = keys[1]}, names, id, unit, tag, number) end)
+  each_group(args, at, function(id, unit, tag, _, number) group_keys(keys[1], names, id, unit, tag, number) end)
   unlink(names)
   return reply
 end
@@ -121,7 +121,7 @@ local function drop_unreferenced(t, args, at)
     for k = 1, number do
       local name = piece_name(tag, number, k)
       local held = chunk and string.find(';' .. chunk.pieces[unit], ';' .. name .. ':', 1, true)
-      if not held then names[#names + 1] = payload_key(t, id, unit .. '.' .. name) end
+      if not held then names[#names + 1] = payload_key(t.prefix, id, unit, name) end
     end
   end)
   unlink(names)
@@ -149,7 +149,7 @@ local function enter(t, chunk, unit, tag, args, at, number, version, told)
       for k = 1, gone and 0 or #ranges, 2 do
         if from >= ranges[k] and stop <= ranges[k] + ranges[k + 1] then
           gone = true
-          replaced[#replaced + 1] = payload_key(t, chunk.id, unit .. '.' .. theirs)
+          replaced[#replaced + 1] = payload_key(t.prefix, chunk.id, unit, theirs)
           break
         end
       end
@@ -162,7 +162,7 @@ local function enter(t, chunk, unit, tag, args, at, number, version, told)
   chunk.bytes = chunk.bytes + bytes
   chunk.dirty = true
   t.state[BYTES] = t.state[BYTES] + bytes
-  move(t, chunk, ranges, 'unit' .. unit, to_present, unit)
+  move(t, chunk, ranges, t.config.unit_moves[unit], to_present, unit)
 end
 
 -- The ordinary stage with most rows to do: it must drain when the table is full.
@@ -195,7 +195,7 @@ register('put', function(keys, args)
   if not t then return refuse(keys, args, 12, {'unknown'}) end
   if t.config.schema ~= args[1] then return refuse(keys, args, 12, {'schema', t.config.schema}) end
   local sequence, id, rows = tonumber(args[3]), args[5], tonumber(args[6])
-  local mark = redis.call('HGET', t.prefix .. KEY.marks, args[2])
+  local mark = redis.call('HGET', t.key.marks, args[2])
   if mark and tonumber(mark) >= sequence then
     drop_unreferenced(t, args, 12)
     return {'known', mark}
@@ -209,16 +209,16 @@ register('put', function(keys, args)
     local value, most = string.format('%.17g', limit[2]), string.format('%.17g', limit[3])
     return refuse(keys, args, 12, {'full', limit[1], value, most, stage, todo})
   end
-  redis.call('HSET', t.prefix .. KEY.marks, args[2], args[3])
+  redis.call('HSET', t.key.marks, args[2], args[3])
   local state, config = t.state, t.config
   state[ORDINAL] = state[ORDINAL] + 1
   state[ADMITTED] = state[ADMITTED] + rows
   local pieces = {}
   for j = 1, #config.units do pieces[j] = '' end
-  local sig = 'o0' .. string.rep('0', #config.units) .. string.rep('w0', #t.stages)
+  local runs = {rows, number_or_nil(args[9]) or -1, config.blank}
   local chunk = {
-    id = id, n = rows, group = tonumber(args[7]), ordinal = state[ORDINAL], bytes = 0, at = t.now, last = -1, why = '',
-    tokens = args[10], pieces = pieces, runs = {rows, number_or_nil(args[9]) or -1, sig}, before = NONE,
+    runs = runs, n = rows, group = tonumber(args[7]), ordinal = state[ORDINAL], bytes = 0, at = t.now, last = -1, why = '',
+    tokens = args[10], pieces = pieces, id = id, before = NONE, counted = runs, rest = false, dirty = true,
   }
   t.chunks[id] = chunk
   t.order[#t.order + 1] = chunk
@@ -273,7 +273,7 @@ register('write', function(keys, args)
     if chunk then
       enter(t, chunk, unit, tag, args, at, number, args[4], args[6])
     else
-      group_keys(t, orphans, id, unit, tag, number)
+      group_keys(t.prefix, orphans, id, unit, tag, number)
     end
   end)
   unlink(orphans)

@@ -119,7 +119,7 @@ local function join(t, chunk)
   for _, i in ipairs(t.config.grouped) do
     local at, stage = t.config.pos[i], t.stages[i]
     if #chunk.runs == 3 and not stage.group_deadline_ms then
-      if string.byte(chunk.runs[3], at) == 99 then move(t, chunk, all_rows(chunk), 'join' .. i, to_joined, i) end
+      if string.byte(chunk.runs[3], at) == 99 then move(t, chunk, all_rows(chunk), stage.moves.join, to_joined, i) end
     elseif has(chunk.runs, at, 99) or stage.group_deadline_ms then
       local size = unit_rows(chunk, stage)
       local complete, blocked = {}, {}
@@ -134,7 +134,7 @@ local function join(t, chunk)
       for u = 0, chunk.n / size - 1 do
         if complete[u] and not blocked[u] then joined[#joined + 1], joined[#joined + 2] = u * size, size end
         if stage.group_deadline_ms then
-          local key, member = t.prefix .. KEY.groups .. i, chunk.id .. '#' .. u
+          local key, member = stage.key.groups, chunk.id .. '#' .. u
           if complete[u] and blocked[u] then
             local due = t.now + stage.group_deadline_ms
             redis.call('ZADD', key, 'NX', due, member)
@@ -144,7 +144,7 @@ local function join(t, chunk)
           end
         end
       end
-      if joined[1] then move(t, chunk, joined, 'join' .. i, to_joined, i) end
+      if joined[1] then move(t, chunk, joined, stage.moves.join, to_joined, i) end
     end
   end
 end
@@ -166,7 +166,7 @@ local function end_rows(t, chunk, ranges, final, i, use)
       state, label = 'trained', 'trained'
       if t.config.max_uses > 1 then
         step, label = math.max(step, chunk.last), 'trained(' .. uses .. ')'
-        chunk.last = step
+        chunk.last, chunk.dirty = step, true
       end
     end
     local code = CODES[state]
@@ -205,7 +205,7 @@ local function use_rows(t, chunk, ranges, i, step, use)
 end
 
 local function ack_rows(t, chunk, i, ranges)
-  move(t, chunk, ranges, 'done' .. i, to_done, i)
+  move(t, chunk, ranges, t.stages[i].moves.done, to_done, i)
   if t.config.max_uses == 1 then return end
   local over = {}  -- rows that were trained on, and that every stage is done with: they end as trained
   each_run(chunk, ranges, function(sig, _, from, rows)
@@ -246,16 +246,16 @@ local function slot_of(lease) return string.match(lease, '^(.*)%.(%d+)$') end
 -- The lease; nil and the record of another live one when its slot holds that.
 local function lease_of(t, lease)
   local slot, serial = slot_of(lease)
-  local packed = slot and redis.call('HGET', t.prefix .. KEY.leases, slot)
+  local packed = slot and redis.call('HGET', t.key.leases, slot)
   if not packed then return nil end
-  local f = cmsgpack.unpack(packed)
+  local f = take_kept(packed) or cmsgpack.unpack(packed)
   if f[1] ~= tonumber(serial) then return nil, f[2] > 0 and f or nil end
   if f[2] == 0 then return {over = true, call = f[4]} end
   return {slot = slot, serial = f[1], due = f[2], stage = f[3], worker = f[4], fields = f}
 end
 
 local function end_lease(t, held, call)
-  redis.call('HSET', t.prefix .. KEY.leases, held.slot, cmsgpack.pack({held.serial, 0, t.now, call}))
+  redis.call('HSET', t.key.leases, held.slot, cmsgpack.pack({held.serial, 0, t.now, call}))
 end
 
 local FORGET_MS = 3600000  -- so long an ended lease answers repeated calls

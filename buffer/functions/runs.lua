@@ -4,7 +4,7 @@ local CLASS = {w = 0, c = 0, r = READY, l = LEASED, a = PAST, s = PAST}
 
 local function with(sig, at, text) return string.sub(sig, 1, at - 1) .. text .. string.sub(sig, at + #text) end
 
--- What a move from one signature to another does to the counters: {field, +1 or -1, ...} per row.
+-- What a change from one signature to another does to the counters: {field, +1 or -1, ...} per row.
 local function changes(config, old, new)
   local list = {}
   local function count(field, by)
@@ -64,13 +64,14 @@ end
 local function note_end(t, chunk, first, count, state, label, step, reason)
   t.ended[label] = (t.ended[label] or 0) + count
   chunk.why = chunk.why .. table.concat({first, count, state, step, reason}, US) .. RS
+  chunk.dirty = true
 end
 
--- What `to(config, signature, arg)` makes of a signature: {to, changes}, or false when it leaves it. `key` names the pair of
--- `to` and `arg`: results are remembered.
+-- What `to(config, signature, arg)` makes of a signature, or false when it leaves it. `key` names the pair of `to` and `arg`:
+-- results are remembered.
 local function learn(config, memo, key, sig, to, arg)
   local goal = to(config, sig, arg)
-  local step = goal and goal ~= sig and {to = goal, changes = changes(config, sig, goal)} or false
+  local step = goal and goal ~= sig and {to = goal} or false
   if step and string.find(key, '^done') and string.sub(goal, 1, 1) ~= string.sub(sig, 1, 1) then step.done = true end
   memo[sig] = step
   config.learnt = config.learnt + 1
@@ -87,21 +88,18 @@ local function memo_of(config, key)
   return memo
 end
 
--- Move rows of these ranges to the signatures that `to` gives, and the counters with them. Returns how many rows moved.
+-- Move rows of these ranges to the signatures that `to` gives; `tally` brings the counters. Returns how many rows moved.
 local function move(t, chunk, ranges, key, to, arg)
-  local config, state, moved = t.config, t.state, 0
-  local memo = memo_of(config, key)
-  local runs, new, at, r = chunk.runs, {}, 0, 1
-  if runs[1] == chunk.n and ranges[1] == 0 and ranges[2] == chunk.n then  -- the whole chunk is one run
+  local config, memo, runs, n = t.config, memo_of(t.config, key), chunk.runs, chunk.n
+  if runs[1] == n and ranges[1] == 0 and ranges[2] == n then  -- the whole chunk is one run
     local step = memo[runs[3]]
     if step == nil then step = learn(config, memo, key, runs[3], to, arg) end
     if not step then return 0 end
-    local list = step.changes
-    for c = 1, #list, 2 do state[list[c]] = state[list[c]] + list[c + 1] * chunk.n end
-    if step.done then note_end(t, chunk, 0, chunk.n, 'done', 'done', -1, '') end
-    chunk.runs = {chunk.n, runs[2], step.to}
-    return chunk.n
+    if step.done then note_end(t, chunk, 0, n, 'done', 'done', -1, '') end
+    chunk.runs = {n, runs[2], step.to}
+    return n
   end
+  local new, moved, at, r = {}, 0, 0, 1
   for k = 1, #runs, 3 do
     local version, sig, stop = runs[k + 1], runs[k + 2], at + runs[k]
     local step
@@ -114,8 +112,7 @@ local function move(t, chunk, ranges, key, to, arg)
         if step == nil then step = learn(config, memo, key, sig, to, arg) end
       end
       if step then
-        local part, list = upto - from, step.changes
-        for c = 1, #list, 2 do state[list[c]] = state[list[c]] + list[c + 1] * part end
+        local part = upto - from
         if step.done then note_end(t, chunk, from, part, 'done', 'done', -1, '') end
         append(new, from - at, version, sig)
         append(new, part, version, step.to)
@@ -156,6 +153,7 @@ end
 local function set_tokens(chunk, first, packed)
   if #chunk.tokens == 0 then chunk.tokens = string.rep('\0', 4 * chunk.n) end
   chunk.tokens = string.sub(chunk.tokens, 1, 4 * first) .. packed .. string.sub(chunk.tokens, 4 * first + #packed + 1)
+  chunk.dirty = true
 end
 
 local function tokens_of(chunk, first, count)
@@ -190,12 +188,7 @@ end
 
 -- Stages whose indexes change when a chunk that is one run goes from one signature to another ('': there is none).
 local function affected(config, old, new)
-  local memo = memo_of(config, 'affected')
-  local by_new = memo[old] or {}
-  memo[old] = by_new
-  local list = by_new[new]
-  if list then return list end
-  list = {}
+  local list = {}
   for i, stage in ipairs(config.stages) do
     local at = config.pos[i]
     local from, to = string.sub(old, at, at), string.sub(new, at, at)
@@ -203,7 +196,41 @@ local function affected(config, old, new)
     if (from == 'r') ~= (to == 'r') or (stage.min_batch > 1 and opened ~= open)
       or (stage.selector == 'prioritized' and new == '') then list[#list + 1] = i end
   end
-  by_new[new] = list
-  config.learnt = config.learnt + 1
   return list
+end
+
+-- What `fn(config, old, new)` is for two signatures, remembered under this key.
+local function of_pair(config, key, fn, old, new)
+  local memo = memo_of(config, key)
+  local by_new = memo[old]
+  if not by_new then
+    by_new = {}
+    memo[old] = by_new
+  end
+  local found = by_new[new]
+  if not found then
+    found = fn(config, old, new)
+    by_new[new], config.learnt = found, config.learnt + 1
+  end
+  return found
+end
+
+local function add_changes(t, old, new, rows)
+  local state, list = t.state, of_pair(t.config, 'changes', changes, old, new)
+  for k = 1, #list, 2 do state[list[k]] = state[list[k]] + list[k + 1] * rows end
+end
+
+-- Bring the counters from the rows as they were counted last to the rows as they are now.
+local function tally(t, chunk)
+  local old, new = chunk.counted, chunk.runs
+  if old == new then return end
+  chunk.counted = new
+  local a, b, at, old_stop, new_stop = 3, 3, 0, old[1], new[1]
+  while old[a] and new[b] do
+    local stop = old_stop < new_stop and old_stop or new_stop
+    if old[a] ~= new[b] then add_changes(t, old[a], new[b], stop - at) end
+    if old_stop == stop then a, old_stop = a + 3, stop + (old[a + 1] or 0) end
+    if new_stop == stop then b, new_stop = b + 3, stop + (new[b + 1] or 0) end
+    at = stop
+  end
 end

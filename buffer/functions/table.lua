@@ -38,6 +38,7 @@ local US, RS = '\31', '\30'
 local FIRST = 48            -- counts in signatures are characters from '0' on
 local SOME = 500            -- arguments per command: far below the limit of unpack
 local MOST_LEARNT = 20000
+local MOST_KEPT, KEPT_BYTES = 128, 4096  -- records kept unpacked, and how long they may be
 
 -- Fields of the state: of the table, and per stage (stage 0 is room for a put; only its waiters count).
 local VERSION, ADMITTED, ENDED, DROPPED, BYTES, ORDINAL, DURABLE, REDELIVERED = 1, 2, 3, 4, 5, 6, 7, 8
@@ -50,13 +51,16 @@ local configs, configs_known = {}, 0
 
 local function base_of(i) return FIELDS + i * STAGE_FIELDS end
 
-local function read_config(packed, version)
+local function read_config(prefix, packed, version)
   local blobs = cmsgpack.unpack(packed)
   local config = cmsgpack.unpack(blobs[2])
   local columns = cmsgpack.unpack(blobs[1])
   config.schema, config.units, config.identity = columns.schema, columns.units, columns.identity
   config.stages, config.pos, config.base, config.grouped, config.timed, config.every = {}, {}, {}, {}, {}, {}
+  config.unit_moves = {}
   config.version, config.memo, config.learnt = version, {}, 0
+  config.target, config.key = prefix .. config.identity, {}
+  for name, suffix in pairs(KEY) do config.key[name] = prefix .. suffix end
   local unit_of = {}
   for j, names in ipairs(config.units) do
     for _, name in ipairs(names) do unit_of[name] = j end
@@ -70,6 +74,11 @@ local function read_config(packed, version)
     end
     stage.by_unit = stage.selector == 'uniform' or stage.selector == 'prioritized'
     stage.grouped = stage.scope == 'group' or stage.scope == 'chunk' or (stage.scope == 'batch' and stage.by_unit)
+    stage.key, stage.moves = {}, {}
+    for _, name in ipairs({'ready', 'priority', 'open', 'since', 'groups', 'waiting'}) do
+      stage.key[name] = config.key[name] .. i
+    end
+    for _, name in ipairs({'lease', 'done', 'join'}) do stage.moves[name] = name .. i end
     if stage.grouped then config.grouped[#config.grouped + 1] = i end
     if stage.group_deadline_ms then config.timed[#config.timed + 1] = i end
     config.stages[i] = stage
@@ -81,24 +90,52 @@ local function read_config(packed, version)
   config.width = 2 + #config.units + 2 * #config.stages
   config.fields = base_of(#config.stages + 1)
   config.format = '<' .. string.rep('d', config.fields)
+  config.blank = 'o0' .. string.rep('0', #config.units) .. string.rep('w0', #config.stages)
+  for j in ipairs(config.units) do config.unit_moves[j] = 'unit' .. j end
   return config
+end
+
+-- What records in the server mean, by their text: those that calls wrote last need not be unpacked again. Who takes one may
+-- change it, and keeps it under its new text.
+local kept, kept_before, kept_count = {}, {}, 0
+
+local function keep(packed, value)
+  if #packed > KEPT_BYTES then return end
+  if kept_count == MOST_KEPT then kept, kept_before, kept_count = {}, kept, 0 end
+  kept[packed], kept_count = value, kept_count + 1
+end
+
+local function take_kept(packed)
+  local value = kept[packed]
+  if value then
+    kept[packed] = nil
+  else
+    value = kept_before[packed]
+    kept_before[packed] = nil
+  end
+  return value
 end
 
 -- The table of this call, or nil when the server does not know it.
 local function open_table(keys)
   local prefix = keys[1]
-  local packed = redis.call('GET', prefix .. KEY.state)
+  local packed, config = redis.call('GET', prefix .. KEY.state), configs[prefix]
   if not packed then return nil end
-  local config, version = configs[prefix], string.sub(packed, 1, 8)
-  if not config or config.version ~= version then
-    config = read_config(redis.call('GET', prefix .. KEY.config), version)
-    if configs_known > 1000 then configs, configs_known = {}, 0 end
-    configs[prefix], configs_known = config, configs_known + 1
+  local state = config and config.packed == packed and config.state
+  if not state then
+    local version = string.sub(packed, 1, 8)
+    if not config or config.version ~= version then
+      config = read_config(prefix, redis.call('GET', prefix .. KEY.config), version)
+      if configs_known > 1000 then configs, configs_known = {}, 0 end
+      configs[prefix], configs_known = config, configs_known + 1
+    end
+    state = {struct.unpack(config.format, packed)}
   end
-  if keys[2] and keys[2] ~= prefix .. config.identity then return nil end
+  config.packed = nil  -- until `commit` has written what this call makes of it
+  if keys[2] and keys[2] ~= config.target then return nil end
   local time = redis.call('TIME')
   return {
-    prefix = prefix, config = config, stages = config.stages, state = {struct.unpack(config.format, packed)},
+    prefix = prefix, config = config, key = config.key, stages = config.stages, state = state,
     now = time[1] * 1000 + math.floor(time[2] / 1000), chunks = {}, order = {}, ended = {},
   }
 end
@@ -126,20 +163,39 @@ local function widened(config, sig)
   return sig
 end
 
+-- A chunk's record is two values in a row: its runs, and what changes less often. The latter's text is `rest`; who changes one of
+-- its fields makes the chunk dirty.
+local function unpack_chunk(packed)
+  local runs, f = cmsgpack.unpack(packed)
+  return {
+    runs = runs, n = f[1], group = f[2], ordinal = f[3], bytes = f[4], at = f[5], last = f[6], why = f[7], tokens = f[8], pieces = f[9],
+    id = false, before = false, counted = false, rest = false, dirty = false,
+  }
+end
+
+local function pack_chunk(chunk)
+  if chunk.dirty or not chunk.rest then
+    chunk.dirty = false
+    chunk.rest = cmsgpack.pack({
+      chunk.n, chunk.group, chunk.ordinal, chunk.bytes, chunk.at, chunk.last, chunk.why, chunk.tokens, chunk.pieces,
+    })
+  end
+  local packed = cmsgpack.pack(chunk.runs) .. chunk.rest
+  keep(packed, chunk)
+  return packed
+end
+
 local function read_chunk(t, id, packed)
   if not packed then
     t.chunks[id] = false
     return nil
   end
-  local f = cmsgpack.unpack(packed)
-  local chunk = {
-    id = id, n = f[1], group = f[2], ordinal = f[3], bytes = f[4], at = f[5], last = f[6], why = f[7], tokens = f[8],
-    pieces = f[9], runs = f[10],
-  }
+  local chunk = take_kept(packed) or unpack_chunk(packed)
+  chunk.id = id
   if #chunk.runs[3] < t.config.width then
     for k = 3, #chunk.runs, 3 do chunk.runs[k] = widened(t.config, chunk.runs[k]) end
   end
-  chunk.before = chunk.runs
+  chunk.before, chunk.counted = chunk.runs, chunk.runs
   t.chunks[id] = chunk
   t.order[#t.order + 1] = chunk
   return chunk
@@ -149,7 +205,7 @@ end
 local function chunk_of(t, id)
   local known = t.chunks[id]
   if known ~= nil then return known or nil end
-  return read_chunk(t, id, redis.call('GET', t.prefix .. KEY.chunk .. id))
+  return read_chunk(t, id, redis.call('GET', t.key.chunk .. id))
 end
 
 -- Read chunks ids[from] to ids[to] that will be asked for, all at once.
@@ -159,7 +215,7 @@ local function prefetch(t, ids, from, to)
   for k = from, math.min(to, #ids) do
     local id = ids[k]
     if t.chunks[id] == nil and #names < SOME then
-      names[#names + 1], keys[#keys + 1] = id, t.prefix .. KEY.chunk .. id
+      names[#names + 1], keys[#keys + 1] = id, t.key.chunk .. id
     end
   end
   if #keys < 2 then return end
@@ -216,12 +272,20 @@ local function unlink(keys)
   for from = 1, #keys, SOME do redis.call('UNLINK', unpack(keys, from, math.min(from + SOME - 1, #keys))) end
 end
 
-local function payload_key(t, chunk_id, name) return t.prefix .. KEY.payload .. chunk_id .. '/' .. name end
+local slashes = {}  -- of each unit
+
+local function payload_key(prefix, chunk, unit, name)
+  slashes[unit] = slashes[unit] or '/' .. unit .. '.'
+  return prefix .. KEY.payload .. chunk .. slashes[unit] .. name
+end
 
 local function add_keys(t, chunk, keys)
   for j, pieces in ipairs(chunk.pieces) do
-    for name in string.gmatch(pieces, '([^:;]+):[^;]*;') do
-      keys[#keys + 1] = payload_key(t, chunk.id, j .. '.' .. name)
+    local from, stop = 1, string.find(pieces, ':', 1, true)
+    while stop do
+      keys[#keys + 1] = payload_key(t.prefix, chunk.id, j, string.sub(pieces, from, stop - 1))
+      from = string.find(pieces, ';', stop, true) + 1
+      stop = string.find(pieces, ':', from, true)
     end
   end
 end

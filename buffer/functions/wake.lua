@@ -203,16 +203,19 @@ end
 -- Additions to and removals from sorted sets, gathered for one command each.
 local function zadd(t, key, score, member)
   t.zadd = t.zadd or {}
-  local list = t.zadd[key] or {}
-  t.zadd[key] = list
-  list[#list + 1], list[#list + 2] = score, member
+  local list = t.zadd[key]
+  if list then
+    local n = #list
+    list[n + 1], list[n + 2] = score, member
+  else
+    t.zadd[key] = {score, member}
+  end
 end
 
 local function zrem(t, key, member)
   t.zrem = t.zrem or {}
-  local list = t.zrem[key] or {}
-  t.zrem[key] = list
-  list[#list + 1] = member
+  local list = t.zrem[key]
+  if list then list[#list + 1] = member else t.zrem[key] = {member} end
 end
 
 local function in_parts(command, key, list)
@@ -221,15 +224,15 @@ end
 
 -- Bring the indexes of a chunk from its runs before to its runs now (none: it is freed).
 local function index(t, chunk, now)
-  local all = t.config.every
-  if #chunk.before <= 3 and #now <= 3 then all = affected(t.config, chunk.before[3] or '', now[3] or '') end
-  for _, i in ipairs(all) do
-    local stage = t.stages[i]
-    local at, key = t.config.pos[i], t.prefix .. KEY.ready .. i
-    local had, has_now = has(chunk.before, at, 114), has(now, at, 114)
+  local all, before = t.config.every, chunk.before
+  if not before[4] and not now[4] then all = of_pair(t.config, 'affected', affected, before[3] or '', now[3] or '') end
+  for k = 1, #all do
+    local i = all[k]
+    local stage, at = t.stages[i], t.config.pos[i]
+    local key, had, has_now = stage.key.ready, has(before, at, 114), has(now, at, 114)
     if stage.by_unit then
       if had or has_now then
-        local old, new = ready_units(t, chunk, chunk.before, i), ready_units(t, chunk, now, i)
+        local old, new = ready_units(t, chunk, before, i), ready_units(t, chunk, now, i)
         for u in pairs(old) do
           if not new[u] then zrem(t, key, chunk.id .. '#' .. u) end
         end
@@ -239,7 +242,7 @@ local function index(t, chunk, now)
       end
       if stage.selector == 'prioritized' and #now == 0 then
         for u = 0, chunk.n / unit_rows(chunk, stage) - 1 do
-          redis.call('HDEL', t.prefix .. KEY.priority .. i, chunk.id .. '#' .. u)
+          redis.call('HDEL', stage.key.priority, chunk.id .. '#' .. u)
         end
       end
     elseif has_now and not had then
@@ -249,26 +252,20 @@ local function index(t, chunk, now)
     end
     if stage.min_batch > 1 then
       if has_now and not had then
-        zadd(t, t.prefix .. KEY.since .. i, t.now, chunk.id)
+        zadd(t, stage.key.since, t.now, chunk.id)
         t.ageing = t.ageing or {}
         t.ageing[i] = true
       end
-      if had and not has_now then zrem(t, t.prefix .. KEY.since .. i, chunk.id) end
+      if had and not has_now then zrem(t, stage.key.since, chunk.id) end
       local open = has(now, at, 119) or has(now, at, 99)
-      local opened = has(chunk.before, at, 119) or has(chunk.before, at, 99)
-      if open and not opened then zadd(t, t.prefix .. KEY.open .. i, chunk.ordinal, chunk.id) end
-      if opened and not open then zrem(t, t.prefix .. KEY.open .. i, chunk.id) end
+      local opened = has(before, at, 119) or has(before, at, 99)
+      if open and not opened then zadd(t, stage.key.open, chunk.ordinal, chunk.id) end
+      if opened and not open then zrem(t, stage.key.open, chunk.id) end
     end
   end
 end
 
 local NONE = {}
-
-local function pack_chunk(chunk)
-  return cmsgpack.pack({
-    chunk.n, chunk.group, chunk.ordinal, chunk.bytes, chunk.at, chunk.last, chunk.why, chunk.tokens, chunk.pieces, chunk.runs,
-  })
-end
 
 -- Drop the oldest dead letters beyond the table's limit.
 local function bound_dead(t)
@@ -290,18 +287,21 @@ end
 local function commit(t)
   local state = t.state
   if state[DEAD] > t.config.max_dead_rows then bound_dead(t) end
-  local sets, gone = {}, nil
-  for _, chunk in ipairs(t.order) do
+  local sets, size, gone, order = {}, 0, nil, t.order
+  for k = 1, #order do
+    local chunk = order[k]
     if chunk.runs ~= chunk.before or chunk.dirty then
+      tally(t, chunk)
       if is_over(t, chunk) then
         gone = gone or {}
         add_keys(t, chunk, gone)
-        gone[#gone + 1] = t.prefix .. KEY.chunk .. chunk.id
+        gone[#gone + 1] = t.key.chunk .. chunk.id
         index(t, chunk, NONE)
         state[BYTES] = state[BYTES] - chunk.bytes
         t.roomier = true
       else
-        sets[#sets + 1], sets[#sets + 2] = t.prefix .. KEY.chunk .. chunk.id, pack_chunk(chunk)
+        sets[size + 1], sets[size + 2] = t.key.chunk .. chunk.id, pack_chunk(chunk)
+        size = size + 2
         if chunk.runs ~= chunk.before then index(t, chunk, chunk.runs) end
       end
     end
@@ -314,12 +314,13 @@ local function commit(t)
   end
   if gone then unlink(gone) end
   for label, rows in pairs(t.ended) do
-    redis.call('HINCRBY', t.prefix .. KEY.ended, label, rows)
+    redis.call('HINCRBY', t.key.ended, label, rows)
     t.roomier = true
   end
   wake(t)
   state[COMMITS] = state[COMMITS] + 1
-  sets[#sets + 1] = t.prefix .. KEY.state
-  sets[#sets + 1] = struct.pack(t.config.format, unpack(state, 1, t.config.fields))
-  for from = 1, #sets, SOME do redis.call('MSET', unpack(sets, from, math.min(from + SOME - 1, #sets))) end
+  local packed = struct.pack(t.config.format, unpack(state, 1, t.config.fields))
+  sets[size + 1], sets[size + 2] = t.key.state, packed
+  for from = 1, size + 2, SOME do redis.call('MSET', unpack(sets, from, math.min(from + SOME - 1, size + 2))) end
+  t.config.packed, t.config.state = packed, state
 end
