@@ -44,9 +44,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
 
     `serving` is the policy version that a rollout worker generates with (-1: none); `progress` only grows
     while work moves on; `activity_s` are the seconds spent in each activity since the process began;
-    `ready` is false until the role is built; `call` is the id of the call that it works on, `still_s` the
-    seconds since
-    it last made progress, `wait` what it sleeps for and `wait_s` for how long; `pid` on `host` is the process.
+    `ready` is false until the role is built; `desired` is the version of the desired state that it follows;
+    `call` is the id of the call that it works on, `still_s` the seconds since it last made progress, `wait` what
+    it sleeps for and `wait_s` for how long; `pid` on `host` is the process.
     """
 
     role: str
@@ -57,6 +57,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     serving: int
     progress: int
     activity_s: dict[str, float]
+    desired: int = 0
     pid: int = 0
     host: str = ""
     call: str = ""

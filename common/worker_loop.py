@@ -185,6 +185,7 @@ class Worker:
             serving=self._serving,
             progress=self._progress,
             activity_s=seconds,
+            desired=self._desired.version if self._desired is not None else 0,
         )
 
     def _set_activity(self, activity: Activity) -> None:
