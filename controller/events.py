@@ -1,0 +1,253 @@
+"""What the plan hears and what it orders: the words of `control_log.jsonl`.
+
+Every event has the time `at` (Unix seconds, of the controller's one clock). Neither events nor commands carry arguments
+or results of calls, which may be large: those are in the records, under the call's id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rlmq.common.calls import Desired, Phase
+from rlmq.common.control import Order
+
+Settings = dict[str, list[tuple[int, str]]]
+"""Values that operators changed: recipe key to [(first step, value), …], by step."""
+
+
+def _tag(name: str) -> str:
+    return name.lower()
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=_tag):
+    at: float
+
+
+class Began(_Event):
+    """A controller began this epoch, with what the records say: desired states by role, and what operators wanted.
+
+    `workers` are the recipe's workers by role, `quorum` how many of a role must be there; a member that is silent for
+    longer than `silence_s` is lost.
+    """
+
+    epoch: int
+    workers: dict[str, int]
+    quorum: dict[str, int]
+    silence_s: float
+    desired: tuple[Desired, ...] = ()
+    phase: Phase = "run"
+    orders: int = 0
+    settings: Settings = {}
+
+
+class Heard(_Event):
+    """A heartbeat that tells something new of a worker."""
+
+    role: str
+    rank: int
+    incarnation: int
+    activity: str = "idle"
+    ready: bool = False
+    serving: int = -1
+    call: str = ""
+
+
+class Silent(_Event):
+    """Nothing was heard of a worker since `since`."""
+
+    role: str
+    rank: int
+    incarnation: int
+    since: float
+
+
+class Left(_Event):
+    """A worker said goodbye; `fatal` when a fresh process would meet the same error."""
+
+    role: str
+    rank: int
+    incarnation: int
+    exit_code: int
+    error: str = ""
+    fatal: bool = False
+
+
+class Asked(_Event):
+    """The loop wants a call. Without `ranks` it goes to everyone of the role.
+
+    `args` are those arguments that are plain and short, for people to read.
+    """
+
+    call_id: str
+    role: str
+    method: str
+    deadline_s: float
+    ranks: tuple[int, ...] | None = None
+    args: dict[str, Any] = {}
+
+
+class Told(_Event):
+    """A worker says that it stored its result."""
+
+    call_id: str
+    rank: int
+
+
+class Looked(_Event):
+    """What the records say of a call: its ranks, and those that have a result; `known` is false when it is not there."""
+
+    call_id: str
+    known: bool
+    ranks: tuple[int, ...] = ()
+    answered: tuple[int, ...] = ()
+
+
+class Wanted(_Event):
+    """The loop wants a role to follow this policy version."""
+
+    role: str
+    policy_version: int
+
+
+class Served(_Event):
+    """Rollout workers have taken the weights of a version."""
+
+    role: str
+    ranks: tuple[int, ...]
+    version: int
+
+
+class Opened(_Event):
+    """The loop opened a step."""
+
+    step: int
+
+
+class Waits(_Event):
+    """The loop waits for rows, on these stages or workers; without `what` this is over."""
+
+    what: str = ""
+    on: tuple[str, ...] = ()
+    deadline_s: float = 0.0
+
+
+class Ordered(_Event):
+    """The records hold an operator's order of this number."""
+
+    number: int
+    order: Order
+
+
+class Ended(_Event):
+    """The run ends: every worker is told to stop."""
+
+    exit_code: int
+
+
+class Tick(_Event):
+    """Time goes by; some worker made progress at `moved_at`."""
+
+    moved_at: float
+
+
+Event = (
+    Began
+    | Heard
+    | Silent
+    | Left
+    | Asked
+    | Told
+    | Looked
+    | Wanted
+    | Served
+    | Opened
+    | Waits
+    | Ordered
+    | Ended
+    | Tick
+)
+
+
+class _Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=_tag):
+    pass
+
+
+class Submit(_Command):
+    """Queue the call for these ranks and ring; the answer is `Looked`. A known call keeps its ranks."""
+
+    call_id: str
+    role: str
+    method: str
+    ranks: tuple[int, ...]
+
+
+class Look(_Command):
+    """Read the call's record; the answer is `Looked`."""
+
+    call_id: str
+
+
+class Release(_Command):
+    """Store the result "released" for a rank whose worker is not there."""
+
+    call_id: str
+    rank: int
+    why: str
+
+
+class Resolve(_Command):
+    """Every rank has a result: the loop gets them."""
+
+    call_id: str
+    ranks: tuple[int, ...]
+
+
+class Want(_Command):
+    """Store a role's desired state and ring."""
+
+    desired: Desired
+
+
+class Keep(_Command):
+    """Store what operators wanted up to order number `orders`, for a controller that comes after this one."""
+
+    phase: Phase
+    orders: int
+    settings: Settings
+
+
+class Lost(_Command):
+    """Tell that a worker is lost."""
+
+    role: str
+    rank: int
+    incarnation: int
+    silent_s: float
+
+
+class Refuse(_Command):
+    """An order was not obeyed, and why."""
+
+    number: int
+    why: str
+
+
+class Fail(_Command):
+    """End the loop with this error."""
+
+    error: str
+    exit_code: int
+
+
+Command = Submit | Look | Release | Resolve | Want | Keep | Lost | Refuse | Fail
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `control_log.jsonl`: an event that changed something, and what the plan ordered."""
+
+    at: float
+    epoch: int
+    event: Event
+    commands: tuple[Command, ...] = ()
