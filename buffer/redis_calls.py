@@ -21,6 +21,7 @@ from rlmq.common.errors import (
     SchemaMismatch,
     SecondController,
 )
+from rlmq.common.processes import is_gone, process_mark
 
 _T = TypeVar("_T")
 
@@ -130,8 +131,10 @@ class RedisCalls(Calls):
 
     def begin_epoch(self, *, fingerprint: str, lease_s: float) -> int:
         """Become the controller; see `Calls.begin_epoch`."""
-        args = (fingerprint, max(1, int(lease_s * 1000)), secrets.token_hex(8))
-        reply = self._link.call("begin_epoch", self._prefix, *args)
+        args = (fingerprint, max(1, int(lease_s * 1000)), f"{process_mark()} {secrets.token_hex(8)}")
+        reply = self._link.call("begin_epoch", self._prefix, *args, "")
+        if reply[0] == "second" and is_gone((owner := (reply[2] or b"").decode()).rpartition(" ")[0]):
+            reply = self._link.call("begin_epoch", self._prefix, *args, owner)
         if reply[0] == "second":
             raise SecondController(
                 f"run '{self._run_id}'",
@@ -150,6 +153,11 @@ class RedisCalls(Calls):
     def end_epoch(self, epoch: int) -> None:
         """Give the controller's lease back; nothing when another controller has it."""
         self._link.call("renew_epoch", self._prefix, epoch, 0)
+
+    def controller(self) -> tuple[int, bool]:
+        """The newest epoch and whether its lease is live; see `Calls.controller`."""
+        reply = self._link.call("controller", self._prefix)
+        return int(reply[1]), int(reply[2]) > 0
 
     def close(self) -> None:
         """Close the connection (not that of a client that was given)."""

@@ -105,7 +105,7 @@ class Calls(Protocol):
         """
 
     def begin_epoch(self, *, fingerprint: str, lease_s: float) -> int:
-        """Become the controller: the next epoch.
+        """Become the controller: the next epoch. The lease of a process of this machine that has ended is void.
 
         Raises:
             SecondController: another controller's lease is still live.
@@ -116,3 +116,6 @@ class Calls(Protocol):
 
     def end_epoch(self, epoch: int) -> None:
         """Give the controller's lease back."""
+
+    def controller(self) -> tuple[int, bool]:
+        """The newest epoch, and whether its controller's lease is live."""

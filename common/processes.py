@@ -117,6 +117,37 @@ def last_lines(path: Path, count: int, *, from_byte: int = 0) -> list[str]:
     return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
 
 
+def process_mark() -> str:
+    """What tells this process from every other: boot, pid namespace, pid, start; "" where nobody says."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink()
+        return f"{boot} {namespace} {os.getpid()} {_state_and_start(os.getpid())[1]}"
+    except OSError:
+        return ""
+
+
+def is_gone(mark: str) -> bool:
+    """Whether the process of this mark has certainly ended; False about processes that this one cannot see."""
+    known, here = mark.split(), process_mark().split()
+    if len(known) != len(here) or known[:2] != here[:2]:
+        return False
+    pid = int(known[2])
+    try:
+        os.kill(pid, 0)
+        state, start = _state_and_start(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return state in "ZX" or start != known[3]
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -154,6 +156,37 @@ def test_after_the_lease_another_controller_takes_over_and_the_first_is_fenced(c
     calls.renew_epoch(second, 60)
     with pytest.raises(SecondController):
         calls.begin_epoch(fingerprint="f", lease_s=60)
+
+
+HOLDS = """
+import sys, time
+from rlmq.buffer.redis_calls import RedisCalls
+print(RedisCalls(sys.argv[1], run_id="run-1").begin_epoch(fingerprint="f", lease_s=600), flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_lease_of_a_controller_that_was_killed_here_is_void(calls, redis_url):
+    # given a controller in another process, with a long lease
+    other = subprocess.Popen([sys.executable, "-c", HOLDS, redis_url], stdout=subprocess.PIPE, text=True)
+    try:
+        first = int(other.stdout.readline())
+        with pytest.raises(SecondController):
+            calls.begin_epoch(fingerprint="f", lease_s=60)
+        assert calls.controller() == (first, True)
+    finally:
+        other.kill()
+        other.communicate()
+    # when it was killed, then another takes over at once
+    assert calls.begin_epoch(fingerprint="f", lease_s=60) == first + 1
+
+
+def test_whether_a_controller_leads(calls):
+    assert calls.controller() == (0, False)
+    epoch = calls.begin_epoch(fingerprint="f", lease_s=60)
+    assert calls.controller() == (epoch, True)
+    calls.end_epoch(epoch)
+    assert calls.controller() == (epoch, False)
 
 
 def test_a_renewed_lease_keeps_others_out(calls):

@@ -12,7 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlmq.common.processes import describe_exit, last_lines, reap, signal_group, spawn
+from rlmq.common.processes import (
+    describe_exit,
+    is_gone,
+    last_lines,
+    process_mark,
+    reap,
+    signal_group,
+    spawn,
+)
 
 PARENT = """
 import sys, time
@@ -97,3 +105,35 @@ def test_last_lines_of_a_long_log_and_of_none(tmp_path: Path) -> None:
     assert last_lines(log, 2) == ["line 49999", "\ufffd broken"]
     assert last_lines(log, 2, from_byte=log.stat().st_size - 9) == ["\ufffd broken"]
     assert last_lines(tmp_path / "none", 2) == []
+
+
+MARKS = (
+    "from rlmq.common.processes import process_mark; import time; print(process_mark(), flush=True); time.sleep(60)"
+)
+
+
+def test_a_mark_tells_a_process_that_ended_from_one_that_lives() -> None:
+    # given a process of this machine, whose pid may be used again
+    child = subprocess.Popen([sys.executable, "-c", MARKS], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    mark = child.stdout.readline().strip()
+    assert not is_gone(mark)
+    assert not is_gone(process_mark())
+    # when it is killed, then it is gone before and after it is reaped
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_gone(mark)
+    child.wait()
+    child.stdout.close()
+    assert is_gone(mark)
+    # and a later process with its pid is another
+    words = process_mark().split()
+    assert is_gone(" ".join([*words[:3], "1"]))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_of_a_process_elsewhere_nothing_is_known(place: int) -> None:
+    words = process_mark().split()
+    words[place], words[2] = "elsewhere", "999999999"
+    assert not is_gone(" ".join(words))
+    assert not is_gone("")
