@@ -1,11 +1,12 @@
-"""A small random language model that reads and writes bytes: made on the spot, in about a second, and cached.
+"""Small random language models that read and write bytes: made on the spot, in about a second, and cached.
 
-Too small to know anything, large enough to learn a habit: 2 layers, hidden size 64, one token per byte.
+Too small to know anything, large enough to learn a habit: 2 layers, hidden size 64 (or 576), one token per byte.
 """
 
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 
 from rlmq.common.model_cache import make_once
@@ -23,11 +24,20 @@ CHAT_TEMPLATE = (
 
 def folder() -> str:
     """Path of the model's folder; another version of this file makes another folder."""
+    return _made("tiny", hidden=64, intermediate=128, heads=4, kv_heads=2)
+
+
+def wide() -> str:
+    """The same with hidden size 576 and SmolLM2-135M's heads: wide enough that the order of sums changes bits."""
+    return _made("wide", hidden=576, intermediate=1536, heads=9, kv_heads=3)
+
+
+def _made(name: str, **shape: int) -> str:
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    return str(make_once(f"tiny-{digest}", _write))
+    return str(make_once(f"{name}-{digest}", partial(_write, **shape)))
 
 
-def _write(target: Path) -> None:
+def _write(target: Path, *, hidden: int, intermediate: int, heads: int, kv_heads: int) -> None:
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models
@@ -44,11 +54,11 @@ def _write(target: Path) -> None:
     tokenizer.chat_template = CHAT_TEMPLATE
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
