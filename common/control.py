@@ -13,6 +13,10 @@ import msgspec
 
 Verb = Literal["pause", "resume", "drain", "stop", "set"]
 
+ELASTIC = frozenset({"rollout", "reward", "reference"})
+"""Roles whose workers may come and go while the run goes on, as long as one is there; also beyond
+`placement.ROLE.workers`."""
+
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process as the controller knows it. Seconds are as of the snapshot's `at_unix_s`.

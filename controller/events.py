@@ -1,7 +1,7 @@
 """What the plan hears and what it orders: the words of `control_log.jsonl`.
 
-Every event has the time `at` (Unix seconds, of the controller's one clock). Neither events nor commands carry arguments
-or results of calls, which may be large: those are in the records, under the call's id.
+Every event has the time `at` (Unix seconds, of the controller's one clock). Neither events nor commands carry
+results of calls or long arguments: those are in the records, under the call's id.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     at: float
 
 
-class Began(_Event):
-    """A controller began this epoch, with what the records say: desired states by role, and what operators wanted.
+class Began(_Event, frozen=True):
+    """A controller began this epoch, with what the records say: the open step, desired states, operators' wishes.
 
-    `workers` are the recipe's workers by role, `quorum` how many of a role must be there; a member that is silent for
-    longer than `silence_s` is lost.
+    `workers` are the recipe's workers by role, `quorum` how many of a role must be there; a member that is silent
+    for longer than `silence_s` is lost.
     """
 
     epoch: int
+    step: int
     workers: dict[str, int]
     quorum: dict[str, int]
     silence_s: float
@@ -42,7 +43,7 @@ class Began(_Event):
     settings: Settings = {}
 
 
-class Heard(_Event):
+class Heard(_Event, frozen=True):
     """A heartbeat that tells something new of a worker."""
 
     role: str
@@ -54,7 +55,7 @@ class Heard(_Event):
     call: str = ""
 
 
-class Silent(_Event):
+class Silent(_Event, frozen=True):
     """Nothing was heard of a worker since `since`."""
 
     role: str
@@ -63,7 +64,7 @@ class Silent(_Event):
     since: float
 
 
-class Left(_Event):
+class Left(_Event, frozen=True):
     """A worker said goodbye; `fatal` when a fresh process would meet the same error."""
 
     role: str
@@ -74,7 +75,7 @@ class Left(_Event):
     fatal: bool = False
 
 
-class Asked(_Event):
+class Asked(_Event, frozen=True):
     """The loop wants a call. Without `ranks` it goes to everyone of the role.
 
     `args` are those arguments that are plain and short, for people to read.
@@ -88,15 +89,15 @@ class Asked(_Event):
     args: dict[str, Any] = {}
 
 
-class Told(_Event):
+class Told(_Event, frozen=True):
     """A worker says that it stored its result."""
 
     call_id: str
     rank: int
 
 
-class Looked(_Event):
-    """What the records say of a call: its ranks, and those that have a result; `known` is false when it is not there."""
+class Looked(_Event, frozen=True):
+    """What the records say of a call: its ranks, and which of them have a result. Not `known`: no such call."""
 
     call_id: str
     known: bool
@@ -104,14 +105,14 @@ class Looked(_Event):
     answered: tuple[int, ...] = ()
 
 
-class Wanted(_Event):
+class Wanted(_Event, frozen=True):
     """The loop wants a role to follow this policy version."""
 
     role: str
     policy_version: int
 
 
-class Served(_Event):
+class Served(_Event, frozen=True):
     """Rollout workers have taken the weights of a version."""
 
     role: str
@@ -119,34 +120,38 @@ class Served(_Event):
     version: int
 
 
-class Opened(_Event):
+class Opened(_Event, frozen=True):
     """The loop opened a step."""
 
     step: int
 
 
-class Waits(_Event):
-    """The loop waits for rows, on these stages or workers; without `what` this is over."""
+class Waits(_Event, frozen=True):
+    """The loop waits for something that is no call, on these stages or workers; without `what` this is over.
+
+    It ends at `until`, or after `deadline_s` without progress.
+    """
 
     what: str = ""
     on: tuple[str, ...] = ()
-    deadline_s: float = 0.0
+    deadline_s: float | None = None
+    until: float | None = None
 
 
-class Ordered(_Event):
+class Ordered(_Event, frozen=True):
     """The records hold an operator's order of this number."""
 
     number: int
     order: Order
 
 
-class Ended(_Event):
+class Ended(_Event, frozen=True):
     """The run ends: every worker is told to stop."""
 
     exit_code: int
 
 
-class Tick(_Event):
+class Tick(_Event, frozen=True):
     """Time goes by; some worker made progress at `moved_at`."""
 
     moved_at: float
@@ -174,7 +179,7 @@ class _Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     pass
 
 
-class Submit(_Command):
+class Submit(_Command, frozen=True):
     """Queue the call for these ranks and ring; the answer is `Looked`. A known call keeps its ranks."""
 
     call_id: str
@@ -183,13 +188,13 @@ class Submit(_Command):
     ranks: tuple[int, ...]
 
 
-class Look(_Command):
+class Look(_Command, frozen=True):
     """Read the call's record; the answer is `Looked`."""
 
     call_id: str
 
 
-class Release(_Command):
+class Release(_Command, frozen=True):
     """Store the result "released" for a rank whose worker is not there."""
 
     call_id: str
@@ -197,20 +202,20 @@ class Release(_Command):
     why: str
 
 
-class Resolve(_Command):
+class Resolve(_Command, frozen=True):
     """Every rank has a result: the loop gets them."""
 
     call_id: str
     ranks: tuple[int, ...]
 
 
-class Want(_Command):
+class Want(_Command, frozen=True):
     """Store a role's desired state and ring."""
 
     desired: Desired
 
 
-class Keep(_Command):
+class Keep(_Command, frozen=True):
     """Store what operators wanted up to order number `orders`, for a controller that comes after this one."""
 
     phase: Phase
@@ -218,7 +223,7 @@ class Keep(_Command):
     settings: Settings
 
 
-class Lost(_Command):
+class Lost(_Command, frozen=True):
     """Tell that a worker is lost."""
 
     role: str
@@ -227,14 +232,14 @@ class Lost(_Command):
     silent_s: float
 
 
-class Refuse(_Command):
+class Refuse(_Command, frozen=True):
     """An order was not obeyed, and why."""
 
     number: int
     why: str
 
 
-class Fail(_Command):
+class Fail(_Command, frozen=True):
     """End the loop with this error."""
 
     error: str
