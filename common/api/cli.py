@@ -32,6 +32,7 @@ RunOption = Annotated[
 RunArgument = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="Run id, name or folder; default: the newest.")
 ]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 RunsFolder = Annotated[Path, typer.Option("--folder", help="Folder that holds the runs.")]
 Letters = Annotated[
     list[str] | None,
@@ -140,6 +141,18 @@ def buffer(
     from rlmq.cli_buffer import buffer_command
 
     return buffer_command(run, folder=folder, verify=verify, as_json=as_json)
+
+
+@app.command()
+@ends_in_one_message
+def why(run: RunArgument = None, as_json: Json = False, folder: RunsFolder = Path("runs")) -> int:
+    """Say who waits for what in a run, and name the process that everything waits for.
+
+    Also of a run that is over. Exit 0 whenever it could tell.
+    """
+    from rlmq.cli_why import why_command
+
+    return why_command(run, folder=folder, as_json=as_json)
 
 
 @dead.command("list")

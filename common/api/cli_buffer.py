@@ -114,7 +114,13 @@ def opened_buffer(folder: Path, run: str | None) -> Iterator[Buffer]:
         UsageError: there is no such run, or the server's records are another run's.
         DependencyError: the run's server is not there, or its processes have not begun.
     """
-    found = find_run(folder, run)
+    with buffer_of(find_run(folder, run)) as buffer:
+        yield buffer
+
+
+@contextmanager
+def buffer_of(found: RunFolder) -> Iterator[Buffer]:
+    """As `opened_buffer`, of a run that was found already."""
     recipe = load_recipe(found.recipe).recipe
     url = server_url(recipe, found)
     try:

@@ -1,0 +1,160 @@
+"""Looking at a run from outside: its records, its processes on this machine, and its server where one answers.
+
+Every source may be missing; what remains is shown. Nothing here waits for longer than about two seconds.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+
+from rlmq.buffer.redis_calls import RedisCalls
+from rlmq.buffer.store import Lease, Table, TableCounts, Waiting
+from rlmq.cli_buffer import buffer_of
+from rlmq.common.control import Death, Order, Snapshot
+from rlmq.common.errors import RlmqError
+from rlmq.common.recipe.load import load_recipe
+from rlmq.common.run_folder import RunFolder
+from rlmq.controller.addresses import server_url
+from rlmq.controller.process_states import ProcessTable
+from rlmq.controller.records import SUPERVISOR, read_deaths, read_snapshot, supervisor_of
+from rlmq.controller.runs import find_run, read_summary
+from rlmq.controller.wait_graph import CONTROLLER, SERVER, Evidence, StageRows
+
+_PING_S = 1.0
+_SILENT = ("gone", "stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the run's server told; `server` says why it told nothing."""
+
+    tables: Sequence[Table] = ()
+    counts: Mapping[str, TableCounts] = {}
+    leases: Mapping[str, Sequence[Lease]] = {}
+    waiting: Sequence[Waiting] = ()
+    orders: Sequence[Order] = ()
+    server: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at a run."""
+
+    run: RunFolder
+    stored: Stored
+    evidence: Evidence
+
+
+def look_at(folder: Path, run: str | None) -> Look:
+    """Look at a run, live or over.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    found = find_run(folder, run)
+    deaths = read_deaths(found)
+    known = known_processes(found, read_snapshot(found), deaths)
+    first = ProcessTable(known)
+    stored = _stored(found, known)
+    snapshot = read_snapshot(found)
+    table = ProcessTable(known_processes(found, snapshot, deaths)) if snapshot is None else first
+    evidence = Evidence(
+        now_unix_s=time.time(),
+        run_id=found.run_id,
+        snapshot=snapshot,
+        processes=table.states(),
+        stages=tuple(_stage_rows(stored)),
+        waiting=stored.waiting,
+        deaths=deaths,
+        server=stored.server,
+        ended=_ended(found, snapshot),
+    )
+    return Look(found, stored, evidence)
+
+
+def _ended(run: RunFolder, snapshot: Snapshot | None) -> int | None:
+    code = snapshot.ended if snapshot is not None else None
+    return code if code is not None else read_summary(run).get("exit")
+
+
+def known_processes(
+    run: RunFolder, snapshot: Snapshot | None, deaths: Sequence[Death]
+) -> dict[str, tuple[int, float]]:
+    """Name → (pid, when it was known to run) of the run's processes on this host, by whoever told last."""
+    known: dict[str, tuple[int, float]] = {}
+    for death in deaths:
+        known[death.name] = (death.pid, death.at_unix_s)
+    if snapshot is not None:
+        members = [(one.name, one.pid, one.host) for one in snapshot.members]
+        for name, pid, host in ((CONTROLLER, snapshot.pid, snapshot.host), *members):
+            if pid and host == socket.gethostname() and known.get(name, (0, 0.0))[1] < snapshot.at_unix_s:
+                known[name] = (pid, snapshot.at_unix_s)
+    supervisor = supervisor_of(run)
+    if supervisor is not None and supervisor[0] not in {pid for pid, _ in known.values()}:
+        known.setdefault(SUPERVISOR, supervisor)
+    return known
+
+
+def _stored(run: RunFolder, known: Mapping[str, tuple[int, float]]) -> Stored:
+    """What the server tells; a server that is not there, or is stopped, is not asked."""
+    state = ProcessTable({SERVER: known[SERVER]}).states()[SERVER] if SERVER in known else None
+    if state is not None and state.standing in _SILENT:
+        return Stored(server=f"its process {state.pid} is {state.standing}")
+    try:
+        url = server_url(load_recipe(run.recipe).recipe, run)
+        with redis.Redis.from_url(url, socket_timeout=_PING_S, socket_connect_timeout=_PING_S) as client:
+            client.ping()
+        with buffer_of(run) as buffer:
+            store, names = buffer.store, [table.name for table in buffer.tables]
+            return Stored(
+                buffer.tables,
+                {name: store.counts(name) for name in names},
+                {name: store.leases(name) for name in names},
+                store.waiting(),
+                _orders(url, run),
+            )
+    except (redis.RedisError, RlmqError) as error:
+        return Stored(server=str(error.got) if isinstance(error, RlmqError) else str(error))
+
+
+def _orders(url: str, run: RunFolder) -> Sequence[Order]:
+    calls = RedisCalls(url, run_id=run.run_id, retry_s=_PING_S)
+    try:
+        return calls.orders(0)
+    finally:
+        calls.close()
+
+
+def _stage_rows(stored: Stored) -> Iterator[StageRows]:
+    for table in stored.tables:
+        counts = stored.counts[table.name]
+        stages = [stage for stage in table.stages if not stage.ended]
+        writers = {column.name: column.writer for column in table.columns}
+        names = {stage.name for stage in stages}
+        direct = {stage.name: {writers.get(need, "") for need in stage.needs} & names for stage in stages}
+        for stage in stages:
+            yield StageRows(
+                table.name,
+                stage.name,
+                _before(stage.name, direct),
+                counts.ready.get(stage.name, 0),
+                counts.leased.get(stage.name, 0),
+                stage.lease_s,
+                tuple(one for one in stored.leases[table.name] if one.stage == stage.name),
+            )
+
+
+def _before(stage: str, direct: Mapping[str, set[str]]) -> tuple[str, ...]:
+    """Stages that must have worked on a row before this one, the first ones first."""
+    found: list[str] = []
+    for earlier in sorted(direct[stage] - {stage}):
+        for name in (*_before(earlier, {**direct, stage: set()}), earlier):
+            if name not in found:
+                found.append(name)
+    return tuple(found)
