@@ -11,7 +11,7 @@ import redis
 
 from rlmq.buffer.connection import RETRY_S, Link, as_client
 from rlmq.buffer.keys import checked_name, run_prefix
-from rlmq.common.calls import Call, CallResult, Calls, Desired
+from rlmq.common.calls import Call, CallRecord, CallResult, Calls, Desired
 from rlmq.common.control import Order
 from rlmq.common.errors import (
     ControlLoopDiverged,
@@ -42,7 +42,7 @@ class RedisCalls(Calls):
         self._client = as_client(client_or_url, retry_s)
         self._link = Link(self._client, retry_s=retry_s)
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: Call) -> CallRecord:
         """Queue the call for its ranks; see `Calls.submit`."""
         head = (call.id, _digest(call), checked_name("role", call.role), call.epoch)
         reply = self._link.call("submit", self._prefix, *head, msgspec.msgpack.encode(call), *call.ranks)
@@ -54,6 +54,7 @@ class RedisCalls(Calls):
                 remedy="The control loop must be deterministic between calls",
             )
         self._check_epoch(reply, call.epoch)
+        return _record(reply)
 
     def next(self, role: str, rank: int) -> Call | None:
         """The oldest call of this rank without a result; see `Calls.next`."""
@@ -81,11 +82,20 @@ class RedisCalls(Calls):
             )
         return bool(reply[1] == 1)
 
+    def release(self, result: CallResult, *, epoch: int) -> None:
+        """Store a result for a worker that is not there; see `Calls.release`."""
+        args = (result.call_id, result.rank, epoch, msgspec.msgpack.encode(result))
+        self._check_epoch(self._link.call("release", self._prefix, *args), epoch)
+
+    def look(self, call_id: str) -> CallRecord | None:
+        """The call and its results so far; see `Calls.look`."""
+        reply = self._link.call("look", self._prefix, call_id)
+        return None if reply[0] == "none" else _record(reply)
+
     def results(self, call_id: str) -> list[CallResult]:
         """Results stored so far, by rank; see `Calls.results`."""
-        _, *stored = self._link.call("results", self._prefix, call_id)
-        results = [_decoded(one, CallResult) for one in stored if one is not None]
-        return sorted(results, key=lambda result: result.rank)
+        record = self.look(call_id)
+        return [] if record is None else list(record.results)
 
     def want(self, desired: Desired) -> None:
         """Store a role's desired state; see `Calls.want`.
@@ -105,9 +115,10 @@ class RedisCalls(Calls):
         reply = self._link.call("wanted", self._prefix, role)
         return None if reply[0] == "none" else _decoded(reply[1], Desired)
 
-    def note(self, name: str, value: dict[str, Any]) -> None:
+    def note(self, name: str, value: dict[str, Any], *, epoch: int | None = None) -> None:
         """Leave a small record for other processes; see `Calls.note`."""
-        self._link.call("note", self._prefix, name, msgspec.msgpack.encode(value))
+        args = (name, msgspec.msgpack.encode(value), "" if epoch is None else epoch)
+        self._check_epoch(self._link.call("note", self._prefix, *args), epoch)
 
     def noted(self, name: str) -> dict[str, Any] | None:
         """The record left under this name; see `Calls.noted`."""
@@ -165,7 +176,7 @@ class RedisCalls(Calls):
         if self._owns_client:
             self._client.close()
 
-    def _check_epoch(self, reply: list[Any], epoch: int) -> None:
+    def _check_epoch(self, reply: list[Any], epoch: int | None) -> None:
         if reply[0] == "fenced":
             raise Fenced(
                 f"controller of run '{self._run_id}'",
@@ -185,9 +196,16 @@ class RedisCalls(Calls):
 
 
 def _digest(call: Call) -> str:
-    """Changes with what the call asks for; not with the epoch, which a restarted controller raises."""
-    content = [call.role, call.method, list(call.ranks), call.args]
+    """Changes with what the call asks for; not with the epoch, nor with who was there to be everyone."""
+    ranks = None if call.everyone else list(call.ranks)
+    content = [call.role, call.method, ranks, call.args]
     return hashlib.sha256(msgspec.msgpack.encode(content, order="deterministic")).hexdigest()
+
+
+def _record(reply: list[Any]) -> CallRecord:
+    results = [_decoded(one, CallResult) for one in reply[2:] if one is not None]
+    by_rank = tuple(sorted(results, key=lambda result: result.rank))
+    return CallRecord(call=_decoded(reply[1], Call), results=by_rank)
 
 
 def _decoded(data: bytes, kind: type[_T]) -> _T:

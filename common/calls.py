@@ -21,7 +21,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One unit of commanded work.
 
     `id` is `"step/ordinal/role.method"`: the same loop makes the same ids. `ranks` are the workers of the
-    role that take part, each of which completes its own sub-call. `args` holds plain data only.
+    role that take part, each of which completes its own sub-call; with `everyone` they are those that were there
+    when it was first submitted, and a known call keeps them. `args` holds plain data only.
     """
 
     id: str
@@ -30,14 +31,26 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     args: dict[str, Any] = {}
     epoch: int = 0
+    everyone: bool = False
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The plain value with which one rank's sub-call ended. A call that failed has none: its process ends."""
+    """The plain value with which one rank's sub-call ended. A call that failed has none: its process ends.
+
+    `released` says why the controller ended it for a worker that was not there.
+    """
 
     call_id: str
     rank: int
     value: dict[str, Any] = {}
+    released: str = ""
+
+
+class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A call as it was first submitted, and its results so far, by rank."""
+
+    call: Call
+    results: tuple[CallResult, ...]
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,8 +71,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
 class Calls(Protocol):
     """Records of calls and desired states; every write is fenced and idempotent."""
 
-    def submit(self, call: Call) -> None:
-        """Queue the call for its ranks; a known id with the same content is a no-op.
+    def submit(self, call: Call) -> CallRecord:
+        """Queue the call for its ranks; a known id with the same content is not queued again. Returns its record.
 
         Raises:
             ControlLoopDiverged: the id is known with another role, method or arguments.
@@ -76,6 +89,12 @@ class Calls(Protocol):
             Fenced: a newer incarnation of this rank has joined.
         """
 
+    def release(self, result: CallResult, *, epoch: int) -> None:
+        """Store a result for a rank whose worker is not there, unless it has one. Raises Fenced."""
+
+    def look(self, call_id: str) -> CallRecord | None:
+        """The call and its results so far, or None when it is not known."""
+
     def results(self, call_id: str) -> list[CallResult]:
         """Results stored so far, by rank; the call is done when all its ranks have one."""
 
@@ -85,8 +104,12 @@ class Calls(Protocol):
     def wanted(self, role: str) -> Desired | None:
         """The role's desired state."""
 
-    def note(self, name: str, value: dict[str, Any]) -> None:
-        """Leave a small record that other processes of the run may read: an address, the open step."""
+    def note(self, name: str, value: dict[str, Any], *, epoch: int | None = None) -> None:
+        """Leave a small record that other processes of the run may read: an address, the open step.
+
+        Raises:
+            Fenced: the epoch, where one is given, is not the newest.
+        """
 
     def noted(self, name: str) -> dict[str, Any] | None:
         """The record left under this name, or None."""

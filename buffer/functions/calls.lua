@@ -20,21 +20,31 @@ local function epoch_of(run)
   return tonumber(redis.call('HGET', run .. KEY.controller, 'epoch') or 0)
 end
 
--- submit(id, digest, role, epoch, call, ranks...): {"ok"}, {"diverged"}, or {"fenced", newest epoch}.
+local function record_of(run, id, head, call)
+  local reply = {'ok', call or redis.call('HGET', run .. KEY.calls, id)}
+  for _, rank in ipairs(head[3]) do
+    reply[#reply + 1] = redis.call('HGET', run .. KEY.results, id .. US .. rank)
+  end
+  return reply
+end
+
+-- submit(id, digest, role, epoch, call, ranks...): {"ok", the call as it was first submitted, result or false of each
+-- of its ranks...}, {"diverged"}, or {"fenced", newest epoch}.
 register('submit', function(keys, args)
   local run, id = keys[1], args[1]
   local epoch = epoch_of(run)
   if tonumber(args[4]) < epoch then return {'fenced', epoch} end
   local head = redis.call('HGET', run .. KEY.call_heads, id)
   if head then
-    return cmsgpack.unpack(head)[1] == args[2] and {'ok'} or {'diverged'}
+    head = cmsgpack.unpack(head)
+    return head[1] == args[2] and record_of(run, id, head) or {'diverged'}
   end
-  local ranks = {}
-  for k = 6, #args do ranks[#ranks + 1] = args[k] end
+  head = {args[2], args[3], {}}
+  for k = 6, #args do head[3][k - 5] = args[k] end
   redis.call('HSET', run .. KEY.calls, id, args[5])
-  redis.call('HSET', run .. KEY.call_heads, id, cmsgpack.pack({args[2], args[3], ranks}))
-  for _, rank in ipairs(ranks) do redis.call('RPUSH', run .. KEY.queue .. args[3] .. ':' .. rank, id) end
-  return {'ok'}
+  redis.call('HSET', run .. KEY.call_heads, id, cmsgpack.pack(head))
+  for _, rank in ipairs(head[3]) do redis.call('RPUSH', run .. KEY.queue .. args[3] .. ':' .. rank, id) end
+  return record_of(run, id, head, args[5])
 end, 'allow-oom')
 
 -- next(role, rank): {"ok", call} or {"none"}.
@@ -44,30 +54,44 @@ register('next', function(keys, args)
   return {'ok', redis.call('HGET', keys[1] .. KEY.calls, id)}
 end, 'no-writes')
 
+local function store_result(run, id, rank, role, result)
+  local stored = redis.call('HSETNX', run .. KEY.results, id .. US .. rank, result)
+  if stored == 1 then redis.call('LREM', run .. KEY.queue .. role .. ':' .. rank, 1, id) end
+  return {'ok', stored}
+end
+
+local function head_with(run, id, rank)
+  local head = redis.call('HGET', run .. KEY.call_heads, id)
+  if not head then return nil end
+  head = cmsgpack.unpack(head)
+  for _, member in ipairs(head[3]) do if member == rank then return head end end
+  return nil
+end
+
 -- complete(id, rank, incarnation, result): {"ok", 1 when stored now}, {"fenced", newest incarnation}, {"missing"}.
 register('complete', function(keys, args)
   local run, id, rank = keys[1], args[1], args[2]
-  local head = redis.call('HGET', run .. KEY.call_heads, id)
+  local head = head_with(run, id, rank)
   if not head then return {'missing'} end
-  local record, known = cmsgpack.unpack(head), false
-  for _, member in ipairs(record[3]) do known = known or member == rank end
-  if not known then return {'missing'} end
-  local newest = tonumber(redis.call('HGET', run .. KEY.incarnations, record[2] .. ':' .. rank) or 0)
+  local newest = tonumber(redis.call('HGET', run .. KEY.incarnations, head[2] .. ':' .. rank) or 0)
   if tonumber(args[3]) < newest then return {'fenced', newest} end
-  local stored = redis.call('HSETNX', run .. KEY.results, id .. US .. rank, args[4])
-  if stored == 1 then redis.call('LREM', run .. KEY.queue .. record[2] .. ':' .. rank, 1, id) end
-  return {'ok', stored}
+  return store_result(run, id, rank, head[2], args[4])
 end, 'allow-oom')
 
--- results(id): {"ok", result or false of each rank...}.
-register('results', function(keys, args)
+-- release(id, rank, epoch, result): the controller's result for a rank whose worker is not there; {"ok", 1 when stored
+-- now}, {"fenced", newest epoch}, {"missing"}.
+register('release', function(keys, args)
+  local run, id, rank = keys[1], args[1], args[2]
+  local epoch = epoch_of(run)
+  if tonumber(args[3]) < epoch then return {'fenced', epoch} end
+  local head = head_with(run, id, rank)
+  return head and store_result(run, id, rank, head[2], args[4]) or {'missing'}
+end, 'allow-oom')
+
+-- look(id): {"ok", call, result or false of each rank...} or {"none"}.
+register('look', function(keys, args)
   local head = redis.call('HGET', keys[1] .. KEY.call_heads, args[1])
-  if not head then return {'ok'} end
-  local reply = {'ok'}
-  for _, rank in ipairs(cmsgpack.unpack(head)[3]) do
-    reply[#reply + 1] = redis.call('HGET', keys[1] .. KEY.results, args[1] .. US .. rank)
-  end
-  return reply
+  return head and record_of(keys[1], args[1], cmsgpack.unpack(head)) or {'none'}
 end, 'no-writes')
 
 -- want(role, version, epoch, desired): {"ok"}, {"fenced", newest epoch} or {"older", stored version}.
@@ -90,8 +114,10 @@ register('wanted', function(keys, args)
   return {'ok', cmsgpack.unpack(stored)[2]}
 end, 'no-writes')
 
--- note(name, value) and noted(name): {"ok", value} or {"none"}.
+-- note(name, value, epoch or nothing): {"ok"} or {"fenced", newest epoch}. noted(name): {"ok", value} or {"none"}.
 register('note', function(keys, args)
+  local epoch = epoch_of(keys[1])
+  if args[3] ~= '' and tonumber(args[3]) < epoch then return {'fenced', epoch} end
   redis.call('HSET', keys[1] .. KEY.notes, args[1], args[2])
   return {'ok'}
 end, 'allow-oom')
@@ -142,11 +168,13 @@ register('begin_epoch', function(keys, args)
   return {'ok', redis.call('HINCRBY', at, 'epoch', 1)}
 end, 'allow-oom')
 
--- renew_epoch(epoch, lease_ms): {"ok"} or {"fenced", newest epoch}. A lease of 0 ms gives it back.
+-- renew_epoch(epoch, lease_ms): {"ok"} or {"fenced", newest epoch}. A lease of 0 ms gives it back. A server that came
+-- back older than the epoch learns it again.
 register('renew_epoch', function(keys, args)
   local epoch, lease_ms = epoch_of(keys[1]), tonumber(args[2])
-  if tonumber(args[1]) ~= epoch then return {'fenced', epoch} end
-  redis.call('HSET', keys[1] .. KEY.controller, 'until_ms', lease_ms > 0 and now_ms() + lease_ms or 0)
+  if tonumber(args[1]) < epoch then return {'fenced', epoch} end
+  local until_ms = lease_ms > 0 and now_ms() + lease_ms or 0
+  redis.call('HSET', keys[1] .. KEY.controller, 'epoch', args[1], 'until_ms', until_ms)
   return {'ok'}
 end, 'allow-oom')
 
