@@ -42,7 +42,7 @@ register('dead_letters', function(keys)
   local all, reply = redis.call('ZRANGE', t.prefix .. KEY.dead, 0, -1, 'WITHSCORES'), {}
   for k = 1, #all, 2 do
     local chunk = chunk_of(t, string.match(all[k], '^(.*):%d+:%d+:%d+$'))
-    reply[#reply + 1] = {all[k], tonumber(all[k + 1]), chunk and chunk.why or ''}
+    reply[#reply + 1] = {all[k], tonumber(all[k + 1]), chunk and ends_of(chunk) or ''}
   end
   return {'ok', reply}
 end, 'no-writes')
@@ -75,8 +75,8 @@ register('bury', function(keys, args)
   local rows
   if args[2] == '1' then
     rows = move(t, chunk, {first, count}, 'retry', to_retried)
-    t.ended[args[3]] = (t.ended[args[3]] or 0) - rows
-    chunk.why, chunk.dirty = chunk.why .. table.concat({first, count, '', -1, ''}, US) .. RS, true
+    t.ended = {[args[3]] = -rows}
+    add_end(chunk, first, count, '', -1, '')
     join(t, chunk)
   else
     rows = move(t, chunk, {first, count}, 'drop', to_dropped)

@@ -31,15 +31,28 @@ local function end_stale(t, chunk, i, version)
   end
 end
 
--- Ready runs among rows [first, first + count) as {chunk, first, count, delivery, use}, and their number of rows.
+-- Ready runs among rows [first, first + count) as {chunk, first, count, delivery, use, ...}, and their number of rows.
 local function ready_runs(t, chunk, i, first, count)
-  local picks, rows, at = {}, 0, t.config.pos[i]
+  local runs, at = chunk.runs, t.config.pos[i]
+  if not runs[4] then
+    local class, delivered = string.byte(runs[3], at, at + 1)
+    if class ~= 114 then return nil, 0 end
+    return {chunk.id, first, count, delivered - FIRST + 1, string.byte(runs[3], 2) - FIRST}, count
+  end
+  local picks, rows, n = {}, 0, 0
   each_run(chunk, {first, count}, function(sig, _, from, some)
-    if string.byte(sig, at) ~= 114 then return end
-    picks[#picks + 1] = {chunk, from, some, string.byte(sig, at + 1) - FIRST + 1, string.byte(sig, 2) - FIRST}
-    rows = rows + some
+    local class, delivered = string.byte(sig, at, at + 1)
+    if class ~= 114 then return end
+    picks[n + 1], picks[n + 2], picks[n + 3] = chunk.id, from, some
+    picks[n + 4], picks[n + 5] = delivered - FIRST + 1, string.byte(sig, 2) - FIRST
+    rows, n = rows + some, n + 5
   end)
   return picks, rows
+end
+
+local function append_some(list, more, from, to)
+  local shift = #list + 1 - from
+  for k = from, to do list[k + shift] = more[k] end
 end
 
 -- Add what fits of rows [first, first + count), which begin and end with units of `size`. Returns false when something
@@ -47,15 +60,16 @@ end
 local function take(t, chunk, i, first, count, size, want)
   local picks, rows = ready_runs(t, chunk, i, first, count)
   if rows == 0 then return true end
-  local fits = rows <= want.room and #want.picks + #picks <= want.ranges
+  local all = want.picks
+  local fits = rows <= want.room and #all + #picks <= want.most_picks
   if fits and want.tokens then
     local tokens = 0
-    for _, pick in ipairs(picks) do tokens = tokens + tokens_of(chunk, pick[2], pick[3]) end
+    for k = 1, #picks, 5 do tokens = tokens + tokens_of(chunk, picks[k + 1], picks[k + 2]) end
     fits = tokens <= want.tokens or (want.got == 0 and count == size)
     if fits then want.tokens = want.tokens - tokens end
   end
   if fits then
-    for _, pick in ipairs(picks) do want.picks[#want.picks + 1] = pick end
+    if want.got == 0 then want.picks = picks else append_some(all, picks, 1, #picks) end
     want.room, want.got = want.room - rows, want.got + rows
     return true
   end
@@ -64,11 +78,11 @@ local function take(t, chunk, i, first, count, size, want)
     return false
   end
   if not want.tokens and size == 1 then
-    for _, pick in ipairs(picks) do
-      if want.room == 0 or #want.picks == want.ranges then return false end
-      pick[3] = math.min(pick[3], want.room)
-      want.picks[#want.picks + 1] = pick
-      want.room, want.got = want.room - pick[3], want.got + pick[3]
+    for k = 1, #picks, 5 do
+      if want.room == 0 or #all == want.most_picks then return false end
+      picks[k + 2] = math.min(picks[k + 2], want.room)
+      append_some(all, picks, k, k + 4)
+      want.room, want.got = want.room - picks[k + 2], want.got + picks[k + 2]
     end
     return false
   end
@@ -115,8 +129,8 @@ end
 
 -- Where the payload of the wanted units of a chunk is: {id, rows, ms of the put, how rows ended, pieces of each unit...}.
 local function whereabouts(chunk, units)
-  local where = {chunk.id, chunk.n, chunk.at, chunk.why}
-  for _, unit in ipairs(units) do where[#where + 1] = chunk.pieces[unit] end
+  local where, pieces = {chunk.id, chunk.n, chunk.at, ends_of(chunk)}, chunk.pieces
+  for k = 1, #units do where[k + 4] = pieces[units[k]] end
   return where
 end
 
@@ -153,21 +167,21 @@ register('claim', function(keys, args)
   local t = open_now(keys)
   if not t then return {'unknown'} end
   local i, units = tonumber(args[1]), {}
-  for k = 11, #args do units[#units + 1] = tonumber(args[k]) end
-  local stage, least = t.stages[i], tonumber(args[5])
-  local held, forgotten = lease_of(t, args[2])
+  for k = 11, #args do units[k - 10] = tonumber(args[k]) end
+  local stage, least, slot, serial = t.stages[i], tonumber(args[5]), slot_of(args[2])
+  local held, forgotten = lease_of(t, slot, serial)
   if held and not held.over then return told_again(t, held, units) end
   if forgotten then  -- its owner ended it, and the server came back older
     local reason = {'dead(lease forgotten)', 'lease forgotten\nby a server that came back older'}
     each_chunk(t, forgotten, 5, function(chunk, ranges) give_back(t, chunk, forgotten[3], ranges, true, reason) end)
-    redis.call('HDEL', t.prefix .. KEY.leases, slot_of(args[2]))
+    redis.call('HDEL', t.key.leases, slot)
     commit(t)
     t = open_table(keys)
   end
   local most = tonumber(args[4])
-  local want = {picks = {}, got = 0, room = most, most = most, ranges = MOST_RANGES, tokens = number_or_nil(args[6])}
+  local want = {picks = {}, got = 0, room = most, most = most, tokens = number_or_nil(args[6])}
   want.least = math.max(least, math.min(stage.min_batch, stage_state(t, i, READY)))
-  if want.least > MOST_RANGES or stage.scope == 'batch' then want.ranges = math.max(MOST_RANGES, most) end
+  want.most_picks = 5 * ((want.least > MOST_RANGES or stage.scope == 'batch') and math.max(MOST_RANGES, most) or MOST_RANGES)
   if claimable(t, i, least) then
     want.room = math.min(want.room, allowed_rows(t, i))
     collect(t, i, want, number_or_nil(args[7]))
@@ -185,16 +199,15 @@ register('claim', function(keys, args)
     if args[8] ~= '' or t.order[1] then commit(t) end
     return {'none', stage_state(t, i, READY), waiting_rows(t, i), next_due(t, i)}
   end
-  local slot, serial = slot_of(args[2])
-  local due = t.now + stage.lease_ms
-  local ranges, record = {}, {tonumber(serial), due, i, args[3]}
-  for _, pick in ipairs(want.picks) do
-    local k, f, id, first, count = #ranges, #record, pick[1].id, pick[2], pick[3]
-    ranges[k + 1], ranges[k + 2], ranges[k + 3], ranges[k + 4], ranges[k + 5] = id, first, count, pick[4], pick[5]
+  local due, ranges = t.now + stage.lease_ms, want.picks
+  local record, f = {tonumber(serial), due, i, args[3], ranges[1], ranges[2], ranges[3]}, 7
+  for k = 6, #ranges, 5 do
+    local id, first, count = ranges[k], ranges[k + 1], ranges[k + 2]
     if record[f - 2] == id and record[f - 1] + record[f] == first then
       record[f] = record[f] + count
     else
       record[f + 1], record[f + 2], record[f + 3] = id, first, count
+      f = f + 3
     end
   end
   each_chunk(t, record, 5, function(chunk, own) move(t, chunk, own, stage.moves.lease, to_leased, i) end)

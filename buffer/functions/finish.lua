@@ -5,7 +5,7 @@
 local function under_lease(keys, args, change)
   local t = open_table(keys)
   if not t then return {'unknown'} end
-  local held = lease_of(t, args[1])
+  local held = lease_of(t, slot_of(args[1]))
   if held and held.over and held.call == args[2] then return {'ok', 1} end
   if not held or held.over then
     t.state[FENCED] = t.state[FENCED] + 1

@@ -99,6 +99,13 @@ local function each_group(args, at, fn)
   end
 end
 
+-- A piece as the chunk's record names it: name:first:count:bytes:milliseconds after the put:version:tag;
+local function rest_of_entry(after_ms, version, told)
+  return ':' .. (after_ms == 0 and '0' or after_ms) .. ':' .. version .. ':' .. told .. ';'
+end
+
+local function entry(name, first, count, bytes, rest) return name .. ':' .. first .. ':' .. count .. ':' .. bytes .. rest end
+
 local function piece_name(tag, number, k) return number == 1 and tag or tag .. '.' .. k - 1 end
 
 local function group_keys(prefix, keys, id, unit, tag, number)
@@ -127,38 +134,45 @@ local function drop_unreferenced(t, args, at)
   unlink(names)
 end
 
+-- Unlink pieces of a unit that those of these names and ranges replace wholly. Returns the entries of the others, and the bytes of
+-- the replaced ones.
+local function keep_visible(t, chunk, unit, own, ranges)
+  local left, replaced, bytes = {}, {}, 0
+  for one in string.gmatch(chunk.pieces[unit], '[^;]+;') do
+    local name, from, rows, size = string.match(one, '^([^:]*):(%d+):(%d+):(%d+)')
+    local stop = from + rows
+    from = tonumber(from)
+    local gone = own[name]
+    for k = 1, gone and 0 or #ranges, 2 do
+      if from >= ranges[k] and stop <= ranges[k] + ranges[k + 1] then
+        gone = true
+        replaced[#replaced + 1] = payload_key(t.prefix, chunk.id, unit, name)
+        break
+      end
+    end
+    if gone then bytes = bytes + size else left[#left + 1] = one end
+  end
+  unlink(replaced)
+  return table.concat(left), bytes
+end
+
 -- Enter pieces of one unit in the chunk: what they replace wholly is unlinked, their rows have the unit's columns from now on.
 local function enter(t, chunk, unit, tag, args, at, number, version, told)
   local entries, ranges, bytes, own = {}, {}, 0, {}
-  local rest = table.concat({'', t.now - chunk.at, version, told}, ':') .. ';'
+  local rest = rest_of_entry(t.now - chunk.at, version, told)
   for k = 1, number do
     local first, count, size = args[at], args[at + 1], args[at + 2]
     local name = piece_name(tag, number, k)
-    entries[k] = name .. ':' .. first .. ':' .. count .. ':' .. size .. rest
-    own[name] = true
+    entries[k], own[name] = entry(name, first, count, size, rest), true
     ranges[2 * k - 1], ranges[2 * k] = tonumber(first), tonumber(count)
     bytes, at = bytes + size, at + 3
   end
   if chunk.pieces[unit] ~= '' then
-    local kept, replaced = {}, {}
-    for entry in string.gmatch(chunk.pieces[unit], '[^;]+') do
-      local theirs, from, rows, size = string.match(entry, '^([^:]*):(%d+):(%d+):(%d+)')
-      local stop = from + rows
-      from = tonumber(from)
-      local gone = own[theirs]
-      for k = 1, gone and 0 or #ranges, 2 do
-        if from >= ranges[k] and stop <= ranges[k] + ranges[k + 1] then
-          gone = true
-          replaced[#replaced + 1] = payload_key(t.prefix, chunk.id, unit, theirs)
-          break
-        end
-      end
-      if gone then bytes = bytes - size else kept[#kept + 1] = entry .. ';' end
-    end
-    unlink(replaced)
-    entries[1] = table.concat(kept) .. entries[1]
+    local replaced_bytes
+    entries[0], replaced_bytes = keep_visible(t, chunk, unit, own, ranges)
+    bytes = bytes - replaced_bytes
   end
-  chunk.pieces[unit] = table.concat(entries)
+  chunk.pieces[unit] = table.concat(entries, '', entries[0] and 0 or 1)
   chunk.bytes = chunk.bytes + bytes
   chunk.dirty = true
   t.state[BYTES] = t.state[BYTES] + bytes
@@ -188,8 +202,20 @@ local function end_logged(t, chunk)
   end
 end
 
--- put(schema fingerprint, producer, sequence, the client's last one, chunk, rows, group size, 1 to close, version, tokens, tag, pieces...):
--- {"ok", live rows}, {"known", last sequence}, {"schema", theirs}, {"older", last sequence known}, or {"full", limit, value, most, stage, rows to do}.
+-- The signature of rows that are put with these units ("put1,2,"); it is remembered under their names.
+local function new_rows(config, units)
+  local sig = config.blank
+  for unit in string.gmatch(units, '%d+') do sig = to_present(config, sig, tonumber(unit)) end
+  for _, i in ipairs(config.grouped) do
+    if not config.stages[i].group_deadline_ms then sig = to_joined(config, sig, i) or sig end
+  end
+  count_learnt(config)
+  config.memo[units] = sig
+  return sig
+end
+
+-- put(schema fingerprint, producer, sequence, the client's last one, chunk, rows, group size, 1 to close, version, tokens, tag, pieces...),
+-- with one piece of all rows for each unit that is there: {"ok", live rows}, {"known", last sequence}, {"schema", theirs}, {"older", last sequence known}, or {"full", limit, value, most, stage, rows to do}.
 register('put', function(keys, args)
   local t = open_table(keys)
   if not t then return refuse(keys, args, 12, {'unknown'}) end
@@ -202,7 +228,7 @@ register('put', function(keys, args)
   end
   if args[4] ~= '' and args[4] ~= mark then return refuse(keys, args, 12, {'older', mark or 'none'}) end
   local bytes = 0
-  each_group(args, 12, function(_, _, _, at) bytes = bytes + args[at + 2] end)
+  for k = 18, #args, 7 do bytes = bytes + args[k] end
   local limit = put_limit(t, rows, bytes)
   if limit then
     local stage, todo = slowest_stage(t)
@@ -213,19 +239,21 @@ register('put', function(keys, args)
   local state, config = t.state, t.config
   state[ORDINAL] = state[ORDINAL] + 1
   state[ADMITTED] = state[ADMITTED] + rows
-  local pieces = {}
+  state[BYTES] = state[BYTES] + bytes
+  local pieces, units, rest = {}, 'put', rest_of_entry(0, args[9], args[11])
   for j = 1, #config.units do pieces[j] = '' end
-  local runs = {rows, number_or_nil(args[9]) or -1, config.blank}
+  for k = 13, #args, 7 do
+    local unit = tonumber(args[k])
+    pieces[unit], units = entry(args[k + 1], '0', args[6], args[k + 5], rest), units .. args[k] .. ','
+  end
   local chunk = {
-    runs = runs, n = rows, group = tonumber(args[7]), ordinal = state[ORDINAL], bytes = 0, at = t.now, last = -1, why = '',
-    tokens = args[10], pieces = pieces, id = id, before = NONE, counted = runs, rest = false, dirty = true,
+    runs = {rows, number_or_nil(args[9]) or -1, config.memo[units] or new_rows(config, units)}, n = rows, group = tonumber(args[7]),
+    ordinal = state[ORDINAL], bytes = bytes, at = t.now, last = -1, why = '', tokens = args[10], pieces = pieces,
+    id = id, before = NONE, counted = false, rest = false, dirty = true, ends = false,
   }
   t.chunks[id] = chunk
-  t.order[#t.order + 1] = chunk
-  each_group(args, 12, function(_, unit, tag, at, number)
-    enter(t, chunk, unit, tag, args, at, number, args[9], args[11])
-  end)
-  join(t, chunk)
+  t.order[1] = chunk
+  if config.timed[1] then join(t, chunk) end
   if args[8] == '1' then state[CLOSED] = state[ORDINAL] end
   end_logged(t, chunk)
   commit(t)
@@ -255,7 +283,7 @@ end, 'allow-oom')
 register('write', function(keys, args)
   local t = open_table(keys)
   if not t then return refuse(keys, args, 7, {'unknown'}) end
-  local held = lease_of(t, args[1])
+  local held = lease_of(t, slot_of(args[1]))
   if held and held.over and held.call == args[2] then
     drop_unreferenced(t, args, 7)
     return {'ok'}
@@ -266,8 +294,10 @@ register('write', function(keys, args)
     return refuse(keys, args, 7, {'fenced'})
   end
   local orphans, ids, version, f = {}, {}, number_or_nil(args[4]), held.fields
-  for k = 5, #f, 3 do ids[#ids + 1] = f[k] end
-  prefetch(t, ids, 1, #ids)
+  if f[8] then
+    for k = 5, #f, 3 do ids[#ids + 1] = f[k] end
+    prefetch(t, ids, 1, #ids)
+  end
   each_group(args, 7, function(id, unit, tag, at, number)
     local chunk = chunk_of(t, id)
     if chunk then
@@ -276,7 +306,7 @@ register('write', function(keys, args)
       group_keys(t.prefix, orphans, id, unit, tag, number)
     end
   end)
-  unlink(orphans)
+  if orphans[1] then unlink(orphans) end
   if args[5] ~= '' then
     local at = 0
     for k = 5, #f, 3 do

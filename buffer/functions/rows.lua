@@ -244,8 +244,7 @@ end
 local function slot_of(lease) return string.match(lease, '^(.*)%.(%d+)$') end
 
 -- The lease; nil and the record of another live one when its slot holds that.
-local function lease_of(t, lease)
-  local slot, serial = slot_of(lease)
+local function lease_of(t, slot, serial)
   local packed = slot and redis.call('HGET', t.key.leases, slot)
   if not packed then return nil end
   local f = take_kept(packed) or cmsgpack.unpack(packed)

@@ -1,5 +1,7 @@
 -- Runs of equal rows, and moves from signature to signature.
 
+local NONE = {}  -- the runs of a chunk that is not there
+
 local CLASS = {w = 0, c = 0, r = READY, l = LEASED, a = PAST, s = PAST}
 
 local function with(sig, at, text) return string.sub(sig, 1, at - 1) .. text .. string.sub(sig, at + #text) end
@@ -60,37 +62,49 @@ local function each_run(chunk, ranges, fn)
   end
 end
 
--- Rows ended: counted under their label, and how is kept with the chunk.
+-- How rows ended is kept with the chunk.
+local function add_end(chunk, first, count, state, step, reason)
+  local ends = chunk.ends or {}
+  local n = #ends
+  ends[n + 1], ends[n + 2], ends[n + 3], ends[n + 4], ends[n + 5] = first, US, count, US, state
+  ends[n + 6], ends[n + 7], ends[n + 8], ends[n + 9], ends[n + 10] = US, step, US, reason, RS
+  chunk.ends, chunk.dirty = ends, true
+end
+
+-- Rows ended: counted under their label, too.
 local function note_end(t, chunk, first, count, state, label, step, reason)
+  t.ended = t.ended or {}
   t.ended[label] = (t.ended[label] or 0) + count
-  chunk.why = chunk.why .. table.concat({first, count, state, step, reason}, US) .. RS
-  chunk.dirty = true
+  add_end(chunk, first, count, state, step, reason)
+end
+
+-- What was learnt under this key.
+local function new_memo(config, key)
+  local memo = {}
+  config.memo[key] = memo
+  return memo
+end
+
+local function count_learnt(config)
+  config.learnt = config.learnt + 1
+  if config.learnt > MOST_LEARNT then config.memo, config.learnt = {}, 0 end
 end
 
 -- What `to(config, signature, arg)` makes of a signature, or false when it leaves it. `key` names the pair of `to` and `arg`:
 -- results are remembered.
 local function learn(config, memo, key, sig, to, arg)
+  count_learnt(config)
   local goal = to(config, sig, arg)
   local step = goal and goal ~= sig and {to = goal} or false
   if step and string.find(key, '^done') and string.sub(goal, 1, 1) ~= string.sub(sig, 1, 1) then step.done = true end
   memo[sig] = step
-  config.learnt = config.learnt + 1
   return step
-end
-
-local function memo_of(config, key)
-  if config.learnt > MOST_LEARNT then config.memo, config.learnt = {}, 0 end
-  local memo = config.memo[key]
-  if not memo then
-    memo = {}
-    config.memo[key] = memo
-  end
-  return memo
 end
 
 -- Move rows of these ranges to the signatures that `to` gives; `tally` brings the counters. Returns how many rows moved.
 local function move(t, chunk, ranges, key, to, arg)
-  local config, memo, runs, n = t.config, memo_of(t.config, key), chunk.runs, chunk.n
+  local config, runs, n = t.config, chunk.runs, chunk.n
+  local memo = config.memo[key] or new_memo(config, key)
   if runs[1] == n and ranges[1] == 0 and ranges[2] == n then  -- the whole chunk is one run
     local step = memo[runs[3]]
     if step == nil then step = learn(config, memo, key, runs[3], to, arg) end
@@ -174,7 +188,7 @@ end
 -- A chunk is freed when every row ended, is durable if trained, dropped if dead, and was seen by the stages that want
 -- ended rows.
 local function is_over(t, chunk)
-  local memo, runs = memo_of(t.config, 'over'), chunk.runs
+  local memo, runs = t.config.memo.over or new_memo(t.config, 'over'), chunk.runs
   for k = 3, #runs, 3 do
     local over = memo[runs[k]]
     if over == nil then
@@ -199,9 +213,10 @@ local function affected(config, old, new)
   return list
 end
 
--- What `fn(config, old, new)` is for two signatures, remembered under this key.
-local function of_pair(config, key, fn, old, new)
-  local memo = memo_of(config, key)
+-- What it brings with it that rows of one chunk, all alike, go from one signature to another ('': there was no such chunk):
+-- {changes of the counters, stages whose indexes change, whether the chunk is over}.
+local function change_of(config, old, new)
+  local memo = config.memo.change or new_memo(config, 'change')
   local by_new = memo[old]
   if not by_new then
     by_new = {}
@@ -209,26 +224,29 @@ local function of_pair(config, key, fn, old, new)
   end
   local found = by_new[new]
   if not found then
-    found = fn(config, old, new)
-    by_new[new], config.learnt = found, config.learnt + 1
+    count_learnt(config)
+    local over = sig_is_over(config, new)
+    found = {
+      counters = changes(config, old == '' and config.blank or old, new), stages = affected(config, old, over and '' or new), over = over,
+    }
+    by_new[new] = found
   end
   return found
 end
 
-local function add_changes(t, old, new, rows)
-  local state, list = t.state, of_pair(t.config, 'changes', changes, old, new)
+local function add_up(state, list, rows)
   for k = 1, #list, 2 do state[list[k]] = state[list[k]] + list[k + 1] * rows end
 end
 
 -- Bring the counters from the rows as they were counted last to the rows as they are now.
 local function tally(t, chunk)
-  local old, new = chunk.counted, chunk.runs
-  if old == new then return end
+  local old, new = chunk.counted or chunk.before, chunk.runs
+  if old == NONE then old = {chunk.n, -1, t.config.blank} end
   chunk.counted = new
   local a, b, at, old_stop, new_stop = 3, 3, 0, old[1], new[1]
   while old[a] and new[b] do
     local stop = old_stop < new_stop and old_stop or new_stop
-    if old[a] ~= new[b] then add_changes(t, old[a], new[b], stop - at) end
+    if old[a] ~= new[b] then add_up(t.state, change_of(t.config, old[a], new[b]).counters, stop - at) end
     if old_stop == stop then a, old_stop = a + 3, stop + (old[a + 1] or 0) end
     if new_stop == stop then b, new_stop = b + 3, stop + (new[b + 1] or 0) end
     at = stop

@@ -135,8 +135,8 @@ local function open_table(keys)
   if keys[2] and keys[2] ~= config.target then return nil end
   local time = redis.call('TIME')
   return {
-    prefix = prefix, config = config, key = config.key, stages = config.stages, state = state,
-    now = time[1] * 1000 + math.floor(time[2] / 1000), chunks = {}, order = {}, ended = {},
+    prefix = prefix, config = config, key = config.key, stages = config.stages, state = state, chunks = {}, order = {},
+    now = time[1] * 1000 + math.floor(time[2] / 1000), ended = false,
   }
 end
 
@@ -169,15 +169,24 @@ local function unpack_chunk(packed)
   local runs, f = cmsgpack.unpack(packed)
   return {
     runs = runs, n = f[1], group = f[2], ordinal = f[3], bytes = f[4], at = f[5], last = f[6], why = f[7], tokens = f[8], pieces = f[9],
-    id = false, before = false, counted = false, rest = false, dirty = false,
+    id = false, before = false, counted = false, rest = false, dirty = false, ends = false,
   }
+end
+
+-- How rows of the chunk ended, oldest first: {first, count, state, step, reason} with separators.
+local function ends_of(chunk)
+  local ends = chunk.ends
+  if ends then
+    chunk.why, chunk.ends = chunk.why .. table.concat(ends), false
+  end
+  return chunk.why
 end
 
 local function pack_chunk(chunk)
   if chunk.dirty or not chunk.rest then
     chunk.dirty = false
     chunk.rest = cmsgpack.pack({
-      chunk.n, chunk.group, chunk.ordinal, chunk.bytes, chunk.at, chunk.last, chunk.why, chunk.tokens, chunk.pieces,
+      chunk.n, chunk.group, chunk.ordinal, chunk.bytes, chunk.at, chunk.last, ends_of(chunk), chunk.tokens, chunk.pieces,
     })
   end
   local packed = cmsgpack.pack(chunk.runs) .. chunk.rest
@@ -195,7 +204,7 @@ local function read_chunk(t, id, packed)
   if #chunk.runs[3] < t.config.width then
     for k = 3, #chunk.runs, 3 do chunk.runs[k] = widened(t.config, chunk.runs[k]) end
   end
-  chunk.before, chunk.counted = chunk.runs, chunk.runs
+  chunk.before, chunk.counted = chunk.runs, false
   t.chunks[id] = chunk
   t.order[#t.order + 1] = chunk
   return chunk
@@ -233,16 +242,16 @@ local function each_chunk(t, flat, at, fn)
   for k = at, #flat, 3 do
     local id, first, count = flat[k], flat[k + 1], flat[k + 2]
     local list = lists[id]
-    if not list then
-      list = {}
-      lists[id], order[#order + 1] = list, id
-    end
-    local n = #list
-    if n > 0 and list[n - 1] + list[n] == first then
-      list[n] = list[n] + count
+    if list then
+      local n = #list
+      if list[n - 1] + list[n] == first then
+        list[n] = list[n] + count
+      else
+        if first < list[n - 1] then list.unsorted = true end
+        list[n + 1], list[n + 2] = first, count
+      end
     else
-      if n > 0 and first < list[n - 1] then list.unsorted = true end
-      list[n + 1], list[n + 2] = first, count
+      lists[id], order[#order + 1] = {first, count}, id
     end
   end
   prefetch(t, order, 1, #order)
@@ -275,17 +284,23 @@ end
 local slashes = {}  -- of each unit
 
 local function payload_key(prefix, chunk, unit, name)
-  slashes[unit] = slashes[unit] or '/' .. unit .. '.'
-  return prefix .. KEY.payload .. chunk .. slashes[unit] .. name
+  local slash = slashes[unit]
+  if not slash then
+    slash = '/' .. unit .. '.'
+    slashes[unit] = slash
+  end
+  return prefix .. KEY.payload .. chunk .. slash .. name
 end
 
 local function add_keys(t, chunk, keys)
-  for j, pieces in ipairs(chunk.pieces) do
-    local from, stop = 1, string.find(pieces, ':', 1, true)
-    while stop do
-      keys[#keys + 1] = payload_key(t.prefix, chunk.id, j, string.sub(pieces, from, stop - 1))
-      from = string.find(pieces, ';', stop, true) + 1
-      stop = string.find(pieces, ':', from, true)
+  local find, sub, prefix, id, all, n = string.find, string.sub, t.prefix, chunk.id, chunk.pieces, #keys
+  for j = 1, #all do
+    local pieces, from = all[j], 1
+    while from <= #pieces do
+      local stop = find(pieces, ':', from, true)
+      n = n + 1
+      keys[n] = payload_key(prefix, id, j, sub(pieces, from, stop - 1))
+      from = find(pieces, ';', stop, true) + 1
     end
   end
 end

@@ -219,15 +219,18 @@ local function zrem(t, key, member)
 end
 
 local function in_parts(command, key, list)
+  if #list <= SOME then
+    redis.call(command, key, unpack(list))
+    return
+  end
   for from = 1, #list, SOME do redis.call(command, key, unpack(list, from, math.min(from + SOME - 1, #list))) end
 end
 
--- Bring the indexes of a chunk from its runs before to its runs now (none: it is freed).
-local function index(t, chunk, now)
-  local all, before = t.config.every, chunk.before
-  if not before[4] and not now[4] then all = of_pair(t.config, 'affected', affected, before[3] or '', now[3] or '') end
-  for k = 1, #all do
-    local i = all[k]
+-- Bring the indexes of these stages from a chunk's runs before to its runs now (none: it is freed).
+local function index(t, chunk, now, stages)
+  local before = chunk.before
+  for k = 1, #stages do
+    local i = stages[k]
     local stage, at = t.stages[i], t.config.pos[i]
     local key, had, has_now = stage.key.ready, has(before, at, 114), has(now, at, 114)
     if stage.by_unit then
@@ -265,8 +268,6 @@ local function index(t, chunk, now)
   end
 end
 
-local NONE = {}
-
 -- Drop the oldest dead letters beyond the table's limit.
 local function bound_dead(t)
   local key = t.prefix .. KEY.dead
@@ -283,44 +284,56 @@ local function bound_dead(t)
   end
 end
 
+-- Bring counters and indexes to a chunk's rows as they are now. Returns whether it is over.
+local function account(t, chunk)
+  local before, runs = chunk.before, chunk.runs
+  if runs == before and not chunk.dirty then return false end
+  if runs[4] or before[4] or chunk.counted then
+    tally(t, chunk)
+    local over = is_over(t, chunk)
+    if over or runs ~= before then index(t, chunk, over and NONE or runs, t.config.every) end
+    return over
+  end
+  local change = change_of(t.config, before[3] or '', runs[3])
+  add_up(t.state, change.counters, chunk.n)
+  if change.stages[1] then index(t, chunk, change.over and NONE or runs, change.stages) end
+  return change.over
+end
+
 -- Writes everything that a call changed, in one place: chunks, counters, wake tokens.
 local function commit(t)
-  local state = t.state
-  if state[DEAD] > t.config.max_dead_rows then bound_dead(t) end
+  local state, config, key = t.state, t.config, t.key
+  if state[DEAD] > config.max_dead_rows then bound_dead(t) end
   local sets, size, gone, order = {}, 0, nil, t.order
   for k = 1, #order do
     local chunk = order[k]
-    if chunk.runs ~= chunk.before or chunk.dirty then
-      tally(t, chunk)
-      if is_over(t, chunk) then
-        gone = gone or {}
-        add_keys(t, chunk, gone)
-        gone[#gone + 1] = t.key.chunk .. chunk.id
-        index(t, chunk, NONE)
-        state[BYTES] = state[BYTES] - chunk.bytes
-        t.roomier = true
-      else
-        sets[size + 1], sets[size + 2] = t.key.chunk .. chunk.id, pack_chunk(chunk)
-        size = size + 2
-        if chunk.runs ~= chunk.before then index(t, chunk, chunk.runs) end
-      end
+    if account(t, chunk) then
+      gone = gone or {}
+      add_keys(t, chunk, gone)
+      gone[#gone + 1] = key.chunk .. chunk.id
+      state[BYTES] = state[BYTES] - chunk.bytes
+      t.roomier = true
+    elseif chunk.runs ~= chunk.before or chunk.dirty then
+      sets[size + 1], sets[size + 2] = key.chunk .. chunk.id, pack_chunk(chunk)
+      size = size + 2
     end
   end
   if t.zadd then
-    for key, list in pairs(t.zadd) do in_parts('ZADD', key, list) end
+    for name, list in pairs(t.zadd) do in_parts('ZADD', name, list) end
   end
   if t.zrem then
-    for key, list in pairs(t.zrem) do in_parts('ZREM', key, list) end
+    for name, list in pairs(t.zrem) do in_parts('ZREM', name, list) end
   end
   if gone then unlink(gone) end
-  for label, rows in pairs(t.ended) do
-    redis.call('HINCRBY', t.key.ended, label, rows)
+  if t.ended then
+    for label, rows in pairs(t.ended) do redis.call('HINCRBY', key.ended, label, rows) end
     t.roomier = true
   end
   wake(t)
   state[COMMITS] = state[COMMITS] + 1
-  local packed = struct.pack(t.config.format, unpack(state, 1, t.config.fields))
-  sets[size + 1], sets[size + 2] = t.key.state, packed
-  for from = 1, size + 2, SOME do redis.call('MSET', unpack(sets, from, math.min(from + SOME - 1, size + 2))) end
-  t.config.packed, t.config.state = packed, state
+  local packed = struct.pack(config.format, unpack(state, 1, config.fields))
+  size = size + 2
+  sets[size - 1], sets[size] = key.state, packed
+  for from = 1, size, SOME do redis.call('MSET', unpack(sets, from, math.min(from + SOME - 1, size))) end
+  config.packed, config.state = packed, state
 end
