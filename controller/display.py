@@ -26,11 +26,11 @@ _NEWEST_STEPS = 8
 
 
 class GrowingLines:
-    """JSON lines that a file gains after now; half-written and damaged ones are left out."""
+    """JSON lines that a file gains after now, or from its start; half-written and damaged ones are left out."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, from_start: bool = False) -> None:
         self._path = path
-        self._at_byte = path.stat().st_size if path.exists() else 0
+        self._at_byte = path.stat().st_size if path.exists() and not from_start else 0
 
     def new(self) -> Iterator[dict[str, Any]]:
         """Whole lines since the last call."""

@@ -1,14 +1,11 @@
-"""What a run's control plane left in its folder, read for people: `control.json`, the two logs, who supervises it.
+"""What a run's control plane left in its folder: `control.json`, the supervisor's log, who supervises it.
 
 Readers never wait for writers: a file that is not there, or a line that is half written, is left out.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -36,27 +33,6 @@ def read_deaths(run: RunFolder) -> list[Death]:
         except msgspec.MsgspecError:
             continue
     return found
-
-
-def read_events(run: RunFolder) -> Iterator[dict[str, Any]]:
-    """The controller's log, oldest first: one object per line."""
-    try:
-        with run.control_log.open("rb") as file:
-            for line in file:
-                event = as_object(line)
-                if event is not None:
-                    yield event
-    except OSError:
-        return
-
-
-def as_object(line: bytes) -> dict[str, Any] | None:
-    """One line of a log, or None when it is no whole JSON object."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def supervisor_of(run: RunFolder) -> tuple[int, float] | None:

@@ -34,6 +34,11 @@ RunArgument = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 RunsFolder = Annotated[Path, typer.Option("--folder", help="Folder that holds the runs.")]
+_RUNS = Path("runs")
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the order has its effect.")]
+Within = Annotated[
+    float, typer.Option("--within", min=0, metavar="SECONDS", help="How long to wait for it; then exit 5.")
+]
 Letters = Annotated[
     list[str] | None,
     typer.Argument(metavar="[RUN] ID", help="The run (default: the newest), and ids of `rlmq dead list`."),
@@ -117,7 +122,7 @@ def samples(
     worst: Annotated[int, typer.Option("--worst", min=0, help="Samples with the least reward.")] = 3,
     random: Annotated[int, typer.Option("--random", min=0, help="Samples drawn at random.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
-    folder: RunsFolder = Path("runs"),
+    folder: RunsFolder = _RUNS,
 ) -> int:
     """Show best, worst and random samples of a step."""
     from rlmq.cli_read import samples_command
@@ -135,7 +140,7 @@ def buffer(
         bool, typer.Option("--verify", help="Check every invariant; exit 6 when one is broken.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    folder: RunsFolder = Path("runs"),
+    folder: RunsFolder = _RUNS,
 ) -> int:
     """Show what the buffer of a live run holds: limits, rows by stage, leases, ends, who waits."""
     from rlmq.cli_buffer import buffer_command
@@ -145,7 +150,7 @@ def buffer(
 
 @app.command()
 @ends_in_one_message
-def why(run: RunArgument = None, as_json: Json = False, folder: RunsFolder = Path("runs")) -> int:
+def why(run: RunArgument = None, as_json: Json = False, folder: RunsFolder = _RUNS) -> int:
     """Say who waits for what in a run, and name the process that everything waits for.
 
     Also of a run that is over. Exit 0 whenever it could tell.
@@ -155,12 +160,99 @@ def why(run: RunArgument = None, as_json: Json = False, folder: RunsFolder = Pat
     return why_command(run, folder=folder, as_json=as_json)
 
 
+@app.command()
+@ends_in_one_message
+def status(run: RunArgument = None, as_json: Json = False, folder: RunsFolder = _RUNS) -> int:
+    """Show what a run does now, or how it ended: phase, step, workers, restarts, rows, open orders.
+
+    Exit 0: it is up, or ended well. 3: it is neither up nor ended. Else the exit code with which it ended.
+    """
+    from rlmq.cli_status import status_command
+
+    return status_command(run, folder=folder, as_json=as_json)
+
+
+@app.command()
+@ends_in_one_message
+def log(
+    run: RunArgument = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Only this training step.")] = None,
+    worker: Annotated[
+        str | None, typer.Option("--worker", metavar="NAME", help="Only this process, for example rollout-0.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run has ended.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The records themselves, one JSON object per line.")
+    ] = False,
+    folder: RunsFolder = _RUNS,
+) -> int:
+    """Tell what happened in a run: calls, workers that came and went, restarts, orders, by time."""
+    from rlmq.cli_log import log_command
+
+    return log_command(run, folder=folder, step=step, worker=worker, follow=follow, as_json=as_json)
+
+
+@app.command("set")
+@ends_in_one_message
+def set_(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[RUN] KEY=VALUE...", help="The run (default: the newest), and values.")
+    ],
+    wait: Wait = True,
+    within_s: Within = 60.0,
+    folder: RunsFolder = _RUNS,
+) -> int:
+    """Change values of a live run, from its next step on.
+
+    Keys: reward.NAME.weight, checkpoint.every_steps, evaluate.every_steps, deadlines.step_s, train.steps.
+    """
+    from rlmq.cli_orders import set_command
+
+    return set_command(words, folder=folder, wait=wait, within_s=within_s)
+
+
+@app.command()
+@ends_in_one_message
+def pause(run: RunArgument = None, wait: Wait = True, within_s: Within = 60.0, folder: RunsFolder = _RUNS) -> int:
+    """Let the workers of a live run finish what they hold and then wait, until `rlmq resume`."""
+    from rlmq.cli_orders import order_command
+
+    return order_command("pause", run, folder=folder, wait=wait, within_s=within_s)
+
+
+@app.command()
+@ends_in_one_message
+def resume(run: RunArgument = None, wait: Wait = True, within_s: Within = 60.0, folder: RunsFolder = _RUNS) -> int:
+    """Let a paused run go on."""
+    from rlmq.cli_orders import order_command
+
+    return order_command("resume", run, folder=folder, wait=wait, within_s=within_s)
+
+
+@app.command()
+@ends_in_one_message
+def drain(run: RunArgument = None, wait: Wait = True, within_s: Within = 600.0, folder: RunsFolder = _RUNS) -> int:
+    """Let a live run finish its open step, save a checkpoint and end; the same command continues it."""
+    from rlmq.cli_orders import order_command
+
+    return order_command("drain", run, folder=folder, wait=wait, within_s=within_s)
+
+
+@app.command()
+@ends_in_one_message
+def stop(run: RunArgument = None, wait: Wait = True, within_s: Within = 60.0, folder: RunsFolder = _RUNS) -> int:
+    """End a live run now, as SIGTERM does; the same command continues it."""
+    from rlmq.cli_orders import order_command
+
+    return order_command("stop", run, folder=folder, wait=wait, within_s=within_s)
+
+
 @dead.command("list")
 @ends_in_one_message
 def dead_list(
     run: RunArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
-    folder: RunsFolder = Path("runs"),
+    folder: RunsFolder = _RUNS,
 ) -> int:
     """List the dead letters of a live run."""
     from rlmq.cli_dead import dead_list_command
@@ -177,7 +269,7 @@ def dead_show(
     ],
     rows: Annotated[int, typer.Option("--rows", min=0, help="So many rows with their text.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with the text of all rows.")] = False,
-    folder: RunsFolder = Path("runs"),
+    folder: RunsFolder = _RUNS,
 ) -> int:
     """Show one dead letter: the whole reason, and the text of its rows."""
     from rlmq.cli_dead import dead_show_command
@@ -187,7 +279,7 @@ def dead_show(
 
 @dead.command("retry")
 @ends_in_one_message
-def dead_retry(words: Letters = None, every: Every = False, folder: RunsFolder = Path("runs")) -> int:
+def dead_retry(words: Letters = None, every: Every = False, folder: RunsFolder = _RUNS) -> int:
     """Make dead rows ready again for the stage that lost them."""
     from rlmq.cli_dead import dead_retry_command
 
@@ -196,7 +288,7 @@ def dead_retry(words: Letters = None, every: Every = False, folder: RunsFolder =
 
 @dead.command("drop")
 @ends_in_one_message
-def dead_drop(words: Letters = None, every: Every = False, folder: RunsFolder = Path("runs")) -> int:
+def dead_drop(words: Letters = None, every: Every = False, folder: RunsFolder = _RUNS) -> int:
     """Let go of dead rows; they stay counted as dead."""
     from rlmq.cli_dead import dead_drop_command
 

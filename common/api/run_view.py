@@ -27,6 +27,7 @@ from rlmq.controller.runs import find_run, read_summary
 from rlmq.controller.wait_graph import CONTROLLER, SERVER, Evidence, StageRows
 
 _PING_S = 1.0
+_OBEYED = "control"  # the controller's note of what operators wanted, up to which order
 _SILENT = ("gone", "stopped")
 
 
@@ -38,7 +39,7 @@ class Stored:
     counts: Mapping[str, TableCounts] = {}
     leases: Mapping[str, Sequence[Lease]] = {}
     waiting: Sequence[Waiting] = ()
-    orders: Sequence[Order] = ()
+    open_orders: Sequence[Order] = ()
     server: str = ""
 
 
@@ -117,16 +118,17 @@ def _stored(run: RunFolder, known: Mapping[str, tuple[int, float]]) -> Stored:
                 {name: store.counts(name) for name in names},
                 {name: store.leases(name) for name in names},
                 store.waiting(),
-                _orders(url, run),
+                _open_orders(url, run),
             )
     except (redis.RedisError, RlmqError) as error:
         return Stored(server=str(error.got) if isinstance(error, RlmqError) else str(error))
 
 
-def _orders(url: str, run: RunFolder) -> Sequence[Order]:
+def _open_orders(url: str, run: RunFolder) -> Sequence[Order]:
     calls = RedisCalls(url, run_id=run.run_id, retry_s=_PING_S)
     try:
-        return calls.orders(0)
+        obeyed = calls.noted(_OBEYED) or {}
+        return calls.orders(int(obeyed.get("orders", 0)))
     finally:
         calls.close()
 
