@@ -49,6 +49,9 @@ CALLS_HANDLED = Counter(
     ["method"],
     registry=REGISTRY,
 )
+STALE_COMMANDS = Counter(
+    "rlmq_stale_commands_total", "Commands older than one that this worker had seen; ignored.", registry=REGISTRY
+)
 GENERATED_TOKENS = Counter(
     "rlmq_generated_tokens_total", "Response tokens sampled by this worker.", ["table"], registry=REGISTRY
 )

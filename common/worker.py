@@ -27,7 +27,8 @@ class WorkerContext:
     `activity` tells the controller (and the metrics) what this worker does from now on;
     `progress` marks that work moved on (leases are extended by progress, not by being alive);
     `serving` tells which policy version a rollout worker generates with from now on;
-    `stopping` becomes true when the process was told to end: long work gives up at its next boundary.
+    `stopping` becomes true when the process was told to end: long work gives up at its next boundary;
+    `waits` names what it sleeps for ("rows of stage reward"), until work moves on again.
     """
 
     recipe: Recipe
@@ -44,6 +45,7 @@ class WorkerContext:
     serving: Callable[[int], None]
     desired: Callable[[], Desired | None]
     stopping: Callable[[], bool]
+    waits: Callable[[str], None] = lambda _: None
 
 
 class Role(Protocol):

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 import structlog
 
 from rlmq.common.bus import WorkerBus
 from rlmq.common.calls import Activity, Call, CallResult, Calls, Desired
-from rlmq.common.errors import ExitCode, RlmqError, Terminated
-from rlmq.common.messages import CallBell, DesiredBell, Done, Doorbell, Goodbye, Heartbeat
-from rlmq.common.metrics import ACTIVITY_SECONDS, CALLS_HANDLED
+from rlmq.common.closing import close_all
+from rlmq.common.errors import ExitCode, RestartRequired, RlmqError, Terminated
+from rlmq.common.messages import Beat, CallBell, DesiredBell, Done, Doorbell, Goodbye, Heartbeat
+from rlmq.common.metrics import CALLS_HANDLED, STALE_COMMANDS
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
+from rlmq.common.watch import LinkWatch, SignalWatch
 from rlmq.common.worker import CallHandler, Role, WorkerContext
+from rlmq.common.worker_state import WorkerState
 
 _POLL_S = 1.0
 """Who missed a doorbell reads the records within this time."""
+
+_LEAST_WINDOW_S = 12.0
+"""The lease of a controller that died is live for a while: shorter silence says nothing of the link."""
 
 MakeRole = Callable[[WorkerContext], Role]
 
 
 class Worker:
-    """The process's own part: identity, clock of activities, doorbells, the loop."""
+    """The process's own part: identity, doorbells, the loop."""
 
     def __init__(
         self,
@@ -42,28 +48,30 @@ class Worker:
         calls: Calls,
         fingerprint: str,
         log: structlog.stdlib.BoundLogger,
+        *,
+        window_s: float | None = None,
     ) -> None:
+        self._run = run
         self._calls = calls
         self._role_name = role
         self._rank = rank
+        self._fingerprint = fingerprint
         self._log = log
-        self._stop = threading.Event()
+        self._state = WorkerState(role, rank)
+        self._halt = threading.Event()
+        self._cut_off = False
         self._bell_rang = threading.Event()
+        self._learning = threading.Lock()
         self._desired = _without_old_stop(calls.wanted(role))
-        self._progress = 0
-        self._ready = False
-        self._serving = -1
-        self._activity: Activity = "idle"
-        self._activity_since = time.monotonic()
-        self._activity_s: dict[str, float] = {}
-        self._incarnation = calls.join(role, rank, fingerprint=fingerprint)
-        self._bus = WorkerBus(
-            run,
-            role=role,
-            identity=f"{role}-{rank}-{self._incarnation}",
-            heard=self._heard,
-            heartbeat=self._heartbeat,
+        self._epoch = 0
+        limits = recipe.deadlines
+        self._signals = SignalWatch(halt=self._stop, drain_s=limits.drain_s, log=log)
+        self._link = LinkWatch(
+            controller=calls.controller,
+            broken=self._lost_link,
+            window_s=window_s or max(_LEAST_WINDOW_S, limits.silence_s / 2),
         )
+        self._bus = self._join()
         self.context = WorkerContext(
             recipe=recipe,
             recipe_folder=recipe_folder,
@@ -71,155 +79,186 @@ class Worker:
             role=role,
             rank=rank,
             world_size=recipe.workers()[role],
-            incarnation=self._incarnation,
+            incarnation=self._state.incarnation,
             calls=calls,
             log=log,
             activity=self._set_activity,
-            progress=self._made_progress,
+            progress=self._state.progress,
             serving=self._set_serving,
             desired=lambda: self._desired,
-            stopping=self._stop.is_set,
+            stopping=self._halt.is_set,
+            waits=self._state.waits,
         )
 
     def run(self, make_role: MakeRole) -> int:
         """Build the role and work until a stop; returns the exit code, having told the controller why."""
-        self._arm_signals()
-        code: int = ExitCode.OK
-        error = ""
-        role: Role | None = None
+        failure: BaseException | None = None
+        closes: list[Callable[[], None]] = [self._link.close, self._signals.close]
         try:
+            self._signals.start()
+            self._link.start()
             role = make_role(self.context)
-            self._ready = True
+            closes.insert(0, role.close)
+            self._state.ready = True
             self._bus.beat()
-            self._log.info("ready", incarnation=self._incarnation)
+            self._log.info("ready", incarnation=self._state.incarnation)
             self._loop(role)
-        except RlmqError as failure:
-            code, error = failure.exit_code, str(failure)
-        except Exception as failure:  # noqa: BLE001 - the supervised loop: an unexpected end is told, then restarted
-            self._log.error("crashed", traceback=traceback.format_exc())
-            code, error = 1, f"{type(failure).__name__}: {failure}"
-        finally:
-            if role is not None:
-                code, error = self._close_role(role, code, error)
-            goodbye = Goodbye(
-                role=self._role_name, rank=self._rank, incarnation=self._incarnation, exit_code=code, error=error
-            )
-            self._disarm_signals()
-            self._bus.leave(goodbye)
-        if error:
-            self._log.error("ended", exit_code=int(code), error=error)
-        return self._exit(code, error)
+            while self._cut_off and not self._told_to_stop():
+                self._join_anew()
+                self._loop(role)
+        except Exception as error:  # noqa: BLE001 - the supervised loop: an unexpected end is told, then restarted
+            failure = error
+        failure = close_all(closes, failure, self._log)
+        code, message = self._verdict(failure)
+        self._bus.leave(self._goodbye(code, message))
+        if message:
+            self._log.error("ended", exit_code=code, error=message)
+            os.write(2, f"error: {message}\n".encode())
+        return code
 
-    def _exit(self, code: int, error: str) -> int:
-        if error and code not in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
-            os.write(2, f"error: {error}\n".encode())
-        return int(code)
+    def _verdict(self, failure: BaseException | None) -> tuple[int, str]:
+        """Exit code, and the message of a failure. Work that was given back on a signal is no failure."""
+        given_up = isinstance(failure, Terminated | RestartRequired)
+        if failure is None or (given_up and self._halt.is_set() and not self._cut_off):
+            return (int(ExitCode.INTERRUPTED) if self._signals.number == signal.SIGINT else 0), ""
+        if given_up and self._cut_off:
+            return int(ExitCode.RESTART), "the link to the controller is broken"
+        if isinstance(failure, RlmqError):
+            return int(failure.exit_code), str(failure)
+        self._log.error("crashed", traceback="".join(traceback.format_exception(failure)))
+        return 1, f"{type(failure).__name__}: {failure}"
 
-    def _close_role(self, role: Role, code: int, error: str) -> tuple[int, str]:
-        try:
-            role.close()
-        except RlmqError as failure:
-            if not error:
-                return failure.exit_code, str(failure)
-            self._log.error("close failed", error=str(failure))
-        return code, error
+    def _goodbye(self, code: int, error: str) -> Goodbye:
+        return Goodbye(
+            role=self._role_name, rank=self._rank, incarnation=self._state.incarnation, exit_code=code, error=error
+        )
+
+    # -- the link --------------------------------------------------------------------------------------------
+
+    def _join(self) -> WorkerBus:
+        self._state.incarnation = self._calls.join(self._role_name, self._rank, fingerprint=self._fingerprint)
+        return WorkerBus(
+            self._run,
+            role=self._role_name,
+            identity=f"{self._role_name}-{self._rank}-{self._state.incarnation}",
+            heard=self._heard,
+            heartbeat=self._heartbeat,
+        )
+
+    def _join_anew(self) -> None:
+        """As a new incarnation over a new link; the role keeps what it has loaded, and holds no rows or calls."""
+        before = self._goodbye(int(ExitCode.RESTART), "the link to the controller is broken")
+        old, self._bus = self._bus, self._join()
+        self.context.incarnation = self._state.incarnation
+        old.leave(before)
+        self._cut_off = False
+        self._halt.clear()
+        if self._told_to_stop():
+            self._halt.set()
+        self._log.info("joined anew", incarnation=self._state.incarnation)
+
+    def _told_to_stop(self) -> bool:
+        return bool(self._signals.number) or (self._desired is not None and self._desired.phase == "stop")
+
+    def _lost_link(self, epoch: int) -> None:
+        """On the link's thread."""
+        self._log.warning("no beat of a controller that lives", epoch=epoch)
+        self._cut_off = True
+        self._stop()
+
+    def _stop(self) -> None:
+        """On any thread: the work in hand ends at its next boundary."""
+        self._halt.set()
+        self._bus.wake.set()
+
+    def _heard(self, bell: Doorbell) -> None:
+        """On the bus thread: note what rang; the compute thread reads the records."""
+        epoch = _epoch_of(bell)
+        if epoch < self._epoch:  # a controller that was replaced
+            STALE_COMMANDS.inc()
+            return
+        self._epoch = epoch
+        match bell:
+            case Beat():
+                self._link.beat()
+                return
+            case DesiredBell(desired):
+                if self._desired is not None and desired.version < self._desired.version:
+                    STALE_COMMANDS.inc()
+                self._learn(desired)
+            case CallBell(call) if self._rank not in call.ranks:
+                return
+        self._bell_rang.set()
+
+    def _learn(self, desired: Desired | None) -> None:
+        with self._learning:  # the bus thread and the compute thread learn
+            if desired is None or (self._desired is not None and desired.version <= self._desired.version):
+                return
+            self._desired = desired
+        if desired.phase == "stop":
+            self._halt.set()
+
+    def _heartbeat(self) -> Heartbeat:
+        return self._state.heartbeat(self._desired.version if self._desired is not None else 0)
+
+    # -- work ------------------------------------------------------------------------------------------------
 
     def _loop(self, role: Role) -> None:
         handlers = role.handlers()
         looked_at = 0.0
-        while not self._stop.is_set():
+        while not self._halt.is_set():
             rang = self._bell_rang.is_set()
             if rang or time.monotonic() - looked_at >= _POLL_S:
                 self._bell_rang.clear()
                 self._bus.wake.clear()
                 self._learn(self._calls.wanted(self._role_name))
-                while not self._stop.is_set() and (call := self._calls.next(self._role_name, self._rank)):
+                while not self._halt.is_set() and (call := self._calls.next(self._role_name, self._rank)):
                     self._handle(handlers, call)
                 looked_at = time.monotonic()
-                continue
-            running = self._desired is not None and self._desired.phase == "run"
-            if not (running and role.work()):
+            elif not self._works():
+                self._set_activity("idle")
+                self._state.waits("phase run" if self._desired else "a controller")
+                select.select([self._bus.wake.fd], [], [], _POLL_S)
+            elif not role.work():
                 self._set_activity("idle")
                 role.wait(_POLL_S, self._bus.wake.fd)
+
+    def _works(self) -> bool:
+        """Whether row work is wanted; a run that drains ends what it has begun."""
+        return self._desired is not None and self._desired.phase in ("run", "drain")
 
     def _handle(self, handlers: Mapping[str, CallHandler], call: Call) -> None:
         handler = handlers.get(call.method)
         if handler is None:
             raise RlmqError(f"call {call.id}", got=call.method, expected=f"a method of role {self._role_name}")
         began = time.monotonic()
+        self._state.takes(call.id)
         value = handler(call.args)
         result = CallResult(call_id=call.id, rank=self._rank, value=value)
-        self._calls.complete(result, incarnation=self._incarnation)
+        self._calls.complete(result, incarnation=self._state.incarnation)
+        self._state.takes("")
         CALLS_HANDLED.labels(method=call.method).inc()
         self._set_activity("idle")
         self._bus.report(Done(result))
         self._log.info("call done", call_id=call.id, seconds=round(time.monotonic() - began, 3))
 
-    def _heard(self, bell: Doorbell) -> None:
-        """On the bus thread: note what rang; the compute thread reads the records."""
-        match bell:
-            case DesiredBell(desired):
-                self._learn(desired)
-            case CallBell(call) if self._rank in call.ranks:
-                pass
-            case _:
-                return
-        self._bell_rang.set()
-
-    def _learn(self, desired: Desired | None) -> None:
-        if desired is None or (self._desired is not None and desired.version <= self._desired.version):
-            return
-        self._desired = desired
-        if desired.phase == "stop":
-            self._stop.set()
-
-    def _heartbeat(self) -> Heartbeat:
-        seconds = dict(self._activity_s)
-        seconds[self._activity] = seconds.get(self._activity, 0.0) + time.monotonic() - self._activity_since
-        return Heartbeat(
-            role=self._role_name,
-            rank=self._rank,
-            incarnation=self._incarnation,
-            activity=self._activity,
-            ready=self._ready,
-            serving=self._serving,
-            progress=self._progress,
-            activity_s=seconds,
-            desired=self._desired.version if self._desired is not None else 0,
-        )
-
     def _set_activity(self, activity: Activity) -> None:
-        if activity == self._activity:
-            return
-        now = time.monotonic()
-        spent = now - self._activity_since
-        self._activity_s[self._activity] = self._activity_s.get(self._activity, 0.0) + spent
-        ACTIVITY_SECONDS.labels(activity=self._activity).inc(spent)
-        self._activity, self._activity_since = activity, now
-        self._bus.beat()
-
-    def _made_progress(self) -> None:
-        self._progress += 1
+        if self._state.set_activity(activity):
+            self._bus.beat()
 
     def _set_serving(self, version: int) -> None:
-        self._serving = version
+        self._state.serving = version
         self._bus.beat()
 
-    def _arm_signals(self) -> None:
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
 
-    @staticmethod
-    def _disarm_signals() -> None:
-        """The handler writes to the bus's pipe, which is about to be closed."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self._stop.is_set():
-            os._exit(128 + number)
-        self._stop.set()
-        self._bus.wake.set()
+def _epoch_of(bell: Doorbell) -> int:
+    match bell:
+        case Beat(epoch):
+            return epoch
+        case CallBell(call):
+            return call.epoch
+        case DesiredBell(desired):
+            return desired.epoch
 
 
 def _without_old_stop(desired: Desired | None) -> Desired | None:

@@ -95,6 +95,7 @@ class ActorRole:
 
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until a call comes."""
+        self._context.waits("a call")
         self._store.wait([], timeout_s=timeout_s, wake_fd=wake_fd)
 
     def close(self) -> None:
@@ -187,6 +188,7 @@ class ActorRole:
                 if claim is not None:
                     return claim
             raise_if_stopping(self._context)
+            self._context.waits(f"{rows} rows of stage actor in table {TRAIN}")
             self._store.wait([Interest(TRAIN, "actor", rows=rows)] if rows else [], timeout_s=1.0)
         raise DeadlineExceeded(
             f"batch of step {step}",

@@ -50,6 +50,7 @@ class RecorderRole(Role):
 
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until a row ended."""
+        self._context.waits(f"rows of stage {_RECORDER} in table {TRAIN}")
         self._store.wait([Interest(TRAIN, _RECORDER)], timeout_s=timeout_s, wake_fd=wake_fd)
 
     def close(self) -> None:
@@ -114,6 +115,8 @@ class RecorderRole(Role):
         held = 0
         moved_at = extended_at = time.monotonic()
         while True:
+            for earlier in claims if self._context.stopping() else ():
+                self._store.release(earlier)
             raise_if_stopping(self._context)
             claim = self._store.claim(EVAL, _EVALUATION, max_rows=_MAX_ROWS, columns=self._schema.names)
             now = time.monotonic()
@@ -139,6 +142,7 @@ class RecorderRole(Role):
                     expected="all rows scored",
                     remedy="Read the logs of the rollout and reward workers",
                 )
+            self._context.waits(f"{expected - held} rows of stage {_EVALUATION} in table {EVAL}")
             self._store.wait([Interest(EVAL, _EVALUATION)], timeout_s=_WAIT_S)
         table = pa.Table.from_batches([claim.rows for claim in claims], schema=self._schema)
         return claims, table.filter(pc.equal(table["step"], step))

@@ -45,6 +45,7 @@ class PromptsRole:
         self._recipe = recipe
         self._store = store
         self._progress = context.progress
+        self._waits = context.waits
         self._prompts = load_prompts(context)
         self._order = PromptOrder(
             count=len(self._prompts.train.prompts),
@@ -87,6 +88,7 @@ class PromptsRole:
 
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until the next call."""
+        self._waits("a call")
         select.select([wake_fd], [], [], timeout_s)
 
     def close(self) -> None:

@@ -12,11 +12,12 @@ from rlmq.buffer.tables import TRAIN
 from rlmq.common.columns import REFERENCE_COLUMNS, arrow_schema
 from rlmq.common.engines.micro_batches import build_micro_batch, plan_micro_batches
 from rlmq.common.engines.torch_trainer import TorchEngine
-from rlmq.common.errors import Fenced
+from rlmq.common.errors import Fenced, Terminated
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WRITTEN
 from rlmq.common.models import load_model, load_tokenizer, pad_id, resolve_model
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.worker import CallHandler, Role, WorkerContext
+from rlmq.common.worker_loop import raise_if_stopping
 
 _STAGE = "reference"
 
@@ -56,6 +57,9 @@ class ReferenceRole(Role):
         except Fenced as error:  # somebody else has the rows now
             self._context.log.warning("reference.lease_lost", error=str(error))
             return True
+        except Terminated:
+            self._store.release(claim)
+            raise
         ROWS_WRITTEN.labels(TRAIN, _STAGE).inc(claim.count)
         ROWS_ACKED.labels(TRAIN, _STAGE).inc(claim.count)
         self._context.progress()
@@ -64,6 +68,7 @@ class ReferenceRole(Role):
 
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until a row may be ready."""
+        self._context.waits(f"rows of stage {_STAGE} in table {TRAIN}")
         self._store.wait([Interest(TRAIN, _STAGE)], timeout_s=timeout_s, wake_fd=wake_fd)
 
     def close(self) -> None:
@@ -80,6 +85,7 @@ class ReferenceRole(Role):
         budget_tokens = 1 if recipe.deterministic else recipe.train.micro_batch_tokens
         (micro_batches,) = plan_micro_batches(lengths, budget_tokens, 1)
         for rows in micro_batches:
+            raise_if_stopping(self._context)
             batch = build_micro_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id=self._pad_id)
             logprobs = self._engine.logprobs(batch).logprobs.float()
             for place, row in enumerate(rows):

@@ -17,11 +17,12 @@ import pyarrow as pa
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import arrow_schema, reward_columns
-from rlmq.common.errors import Fenced
+from rlmq.common.errors import Fenced, Terminated
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WITHOUT_VERDICT, ROWS_WRITTEN
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.user_code import source_hash
 from rlmq.common.worker import CallHandler, Role, WorkerContext
+from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.producers.process_runner import ProcessRewardRunner
 from rlmq.producers.reward_runner import RewardRow, RewardRunner
 
@@ -79,6 +80,9 @@ class RewardRole(Role):
                     self._score(claim)
                 except Fenced as error:  # somebody else has the rows: their verdict counts
                     self._context.log.warning("reward.lease_lost", table=table, error=str(error))
+                except Terminated:
+                    self._store.release(claim)
+                    raise
                 finally:
                     self._claim = None
                 return True
@@ -86,6 +90,7 @@ class RewardRole(Role):
 
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until a row may be ready."""
+        self._context.waits(f"rows of stage {_STAGE} in table {TRAIN}")
         interests = [Interest(table, _STAGE) for table in (TRAIN, EVAL)]
         self._store.wait(interests, timeout_s=timeout_s, wake_fd=wake_fd)
 
@@ -147,6 +152,8 @@ class RewardRole(Role):
 
     def _extend(self, *, force: bool = False) -> None:
         """Keep the lease while a function works: each call has a time limit, so this ends."""
+        if not force:
+            raise_if_stopping(self._context)
         now = time.monotonic()
         if self._claim is not None and (force or now - self._extended_at >= _EXTEND_EVERY_S):
             self._store.extend(self._claim)

@@ -73,7 +73,11 @@ class RolloutRole:
 
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until prompts may be there; without the wanted weights, until a call comes."""
-        interests = [Interest(EVAL, "rollout"), Interest(TRAIN, "rollout")] if self._up_to_date() else []
+        current = self._up_to_date()
+        interests = [Interest(EVAL, "rollout"), Interest(TRAIN, "rollout")] if current else []
+        desired = self._context.desired()
+        version = f"weights of version {desired.policy_version}" if desired is not None else "weights"
+        self._context.waits(f"rows of stage rollout in table {TRAIN}" if current else version)
         self._store.wait(interests, timeout_s=timeout_s, wake_fd=wake_fd)
 
     def work(self) -> bool:

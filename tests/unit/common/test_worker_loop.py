@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import select
-import signal
 import tempfile
 import threading
 import time
@@ -108,8 +107,7 @@ class Run:
 
 
 @pytest.fixture
-def run(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # handlers belong to the main thread
+def run(redis_url: str) -> Iterator[Run]:
     with tempfile.TemporaryDirectory(prefix="rlmq-loop-") as folder:
         made = Run(RedisCalls(redis_url, run_id="loop"), Path(folder))
         yield made
