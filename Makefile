@@ -6,12 +6,14 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test faults lint types bench docs freeze clean
+.PHONY: help setup demo test faults chaos matrix lint types bench docs freeze clean
 
 help:
 	@echo 'make demo    a small language model learns sums (minutes; set-up included)'
 	@echo 'make test    lint, types and all tests; one of them: make test ARGS="-k name"'
 	@echo 'make faults  every fault test, the long ones too; their seeds are printed'
+	@echo 'make chaos   kill -9 at random through a run: it ends with the bits of one that nobody disturbed'
+	@echo 'make matrix  each role killed and stopped in each activity; both: ARGS="--steps 6" for a quick try'
 	@echo 'make setup   .venv with pinned packages        make lint    ruff, import-linter'
 	@echo 'make types   mypy --strict                     make bench   overhead of being decoupled'
 	@echo 'make docs    regenerate generated pages        make freeze  accept a changed public surface'
@@ -28,6 +30,12 @@ test: lint types
 
 faults: setup
 	$(PY) -m pytest tests/faults -n 2 -m '' -rP $(ARGS)
+
+chaos: setup
+	PYTHONPATH=tests $(PY) -m chaos.chaos $(ARGS)
+
+matrix: setup
+	PYTHONPATH=tests $(PY) -m chaos.matrix $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .
