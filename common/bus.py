@@ -150,10 +150,22 @@ class _Bus(ABC):
 
 
 class ControllerBus(_Bus):
-    """Rings doorbells and collects reports; tells everyone once a second that the epoch's controller lives."""
+    """Rings doorbells and collects reports; tells everyone once a second that the epoch's controller lives.
 
-    def __init__(self, run: RunFolder, *, epoch: int, tick: Callable[[], None], tick_s: float) -> None:
+    A report that is `quiet` (asked on the bus's thread) is there at the next look, and wakes nobody.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        *,
+        epoch: int,
+        tick: Callable[[], None],
+        tick_s: float,
+        quiet: Callable[[Report], bool] = lambda _: False,
+    ) -> None:
         super().__init__(tick_s=_BEAT_S, name="bus")
+        self._quiet = quiet
         self._beat = (EVERYONE.encode(), encode(Beat(epoch)))
         self._ticker = threading.Thread(target=self._keep_ticking, args=(tick, tick_s), name="tick", daemon=True)
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
@@ -206,8 +218,10 @@ class ControllerBus(_Bus):
 
     def _received(self, socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
         if socket is self._router:
-            self._reports.put(decode_report(frames[-1]))
-            self.wake.set()
+            report = decode_report(frames[-1])
+            self._reports.put(report)
+            if not self._quiet(report):
+                self.wake.set()
 
     def _tick(self) -> None:
         self._transmit(self._beat)

@@ -18,12 +18,14 @@ from rlmq.common.errors import DeadlineExceeded, ExitCode, Fenced, Interrupted, 
 from rlmq.common.metrics import BUFFER_LIVE_ROWS, BUFFER_PAYLOAD_BYTES, BUFFER_ROWS
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
+from rlmq.controller import plan
 from rlmq.controller.dispatch import EPOCH_LEASE_S, Dispatch
-from rlmq.controller.roster import Roster
 from rlmq.controller.steering import RunSteering
 from rlmq.controller.trackers import Trackers
 
 _PROGRESS_PERIOD_S = 0.5
+_GATHER_S = 3.0
+"""How long those that are not needed for the start are waited for, so that weights go to all of them at once."""
 _LEAVE_S = 8.0
 """Workers that have not left this long after a stop are left to the supervisor."""
 
@@ -48,7 +50,6 @@ class Controller:
         self._log = log
         self._began = time.monotonic()
         self._progress_at = 0.0
-        self._phase = "starting"
         self._steering: RunSteering | None = None
         self._dispatch: Dispatch | None = None
 
@@ -70,7 +71,7 @@ class Controller:
         self._dispatch = dispatch
         self._arm_signals(dispatch)
         trackers = Trackers(self._recipe, self._run, self._log)
-        steering = RunSteering(self._recipe, dispatch, self._store, self._calls, trackers, self._log)
+        steering = RunSteering(self._recipe, self._run, dispatch, self._store, self._calls, trackers, self._log)
         failure: RlmqError | None = None
         try:
             try:
@@ -80,42 +81,58 @@ class Controller:
             except RlmqError as error:
                 failure = error
                 self._log.error("ended", exit_code=int(error.exit_code), error=str(error))
-            self._phase = "stop"
-            dispatch.dismiss(_LEAVE_S)
-            self._write_summary(steering, int(failure.exit_code) if failure else ExitCode.OK)
-            self._write_progress(dispatch.roster, force=True)
+            self._end(dispatch, steering, int(failure.exit_code) if failure else ExitCode.OK)
+        except Fenced:
+            raise
+        except RlmqError as error:
+            if failure is None:
+                raise
+            self._log.error("not ended well", error=str(error))
         finally:  # after an unexpected error the workers are left to who started them
             trackers.close()
-            dispatch.bus.close()
+            dispatch.close()
         if failure is not None:
             raise failure
         return ExitCode.OK
 
     def _follow_loop(self, dispatch: Dispatch, steering: RunSteering) -> None:
-        for role in self._recipe.workers():
-            dispatch.want(role, "run")
         self._await_workers(dispatch)
         steering.prepare()
-        self._steering, self._phase = steering, "run"
+        self._steering = steering
         algorithm_of(self._recipe).loop(steering)
-        self._phase = "stop"
         for method in ("flush", "report"):
             call_id = f"end/{dispatch.epoch}/recorder.{method}"
             dispatch.call(call_id, "recorder", method, {}, deadline_s=self._recipe.deadlines.step_s)
 
+    def _end(self, dispatch: Dispatch, steering: RunSteering, code: int) -> None:
+        drained = dispatch.state.phase == "drain"
+        dispatch.dismiss(code, _LEAVE_S)
+        self._write_summary(steering, code, drained=drained)
+        self._write_progress(dispatch, force=True)
+        dispatch.show(ended=code)
+
     def _await_workers(self, dispatch: Dispatch) -> None:
-        deadline = time.monotonic() + self._recipe.deadlines.start_s
-        while missing := dispatch.roster.missing():
+        """Wait for the quorum of every role, and a moment for the others."""
+        start_s = self._recipe.deadlines.start_s
+        until = dispatch.now() + start_s
+        while lacking := plan.lacking(dispatch.state):
+            dispatch.waits("workers", lacking, until=until + 2.0)
             dispatch.pump()
-            if time.monotonic() > deadline:
+            if dispatch.now() > until:
                 raise DeadlineExceeded(
                     "start of the run",
-                    got=f"no word from {', '.join(missing)}",
-                    expected=f"every worker within {self._recipe.deadlines.start_s:.0f} s",
+                    got=f"no word from {', '.join(lacking)}",
+                    expected=f"every worker within {start_s:.0f} s",
                     remedy="Start them (rlmq worker ROLE --index I RECIPE), or read their logs",
                 )
             dispatch.sleep(0.5)
-        self._log.info("workers ready", seconds=round(time.monotonic() - self._began, 2))
+        until = dispatch.now() + _GATHER_S
+        while (missing := plan.missing(dispatch.state)) and dispatch.now() < until:
+            dispatch.waits("workers", missing, until=until + 2.0)
+            dispatch.pump()
+            dispatch.sleep(0.1)
+        dispatch.waits()
+        self._log.info("workers ready", seconds=round(time.monotonic() - self._began, 2), missing=missing)
 
     def _arm_signals(self, dispatch: Dispatch) -> None:
         def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -127,10 +144,11 @@ class Controller:
 
     # -- what others see -----------------------------------------------------------------------------------
 
-    def _pumped(self, roster: Roster) -> None:
-        self._write_progress(roster)
+    def _pumped(self) -> None:
+        if self._dispatch is not None:
+            self._write_progress(self._dispatch)
 
-    def _write_progress(self, roster: Roster, *, force: bool = False) -> None:
+    def _write_progress(self, dispatch: Dispatch, *, force: bool = False) -> None:
         """Rewrite `progress.json` at most twice a second, and the buffer's gauges with it."""
         now = time.monotonic()
         if not force and now - self._progress_at < _PROGRESS_PERIOD_S:
@@ -140,12 +158,15 @@ class Controller:
         rows = self._observe_buffer() if steering else 0
         last = steering.last_train if steering else {}
         done = steering.open_step - 1 if steering else 0
-        total = steering.total_steps if steering else self._recipe.train.steps
+        total = dispatch.steps = steering.total_steps if steering else self._recipe.train.steps
+        phase = dispatch.state.phase
         progress = {
-            "phase": self._phase,
-            "step": min(done + 1, total) if self._phase == "run" else done,
+            "phase": "starting" if steering is None and phase == "run" else phase,
+            "step": done if phase == "stop" or steering is None else min(done + 1, total),
             "steps": total,
-            "activity": {m.name: m.activity if m.ready else "starting" for m in roster.present()},
+            "activity": {
+                one.name: one.activity if one.ready else "starting" for one in plan.present(dispatch.state)
+            },
             "policy_version": steering.policy_version if steering else 0,
             "buffer_rows": rows,
             "buffer_capacity": self._recipe.data.prompts_per_step * self._recipe.algorithm.group_size,
@@ -168,7 +189,7 @@ class Controller:
                     BUFFER_ROWS.labels(table=table, stage=stage, state=state).set(number)
         return live
 
-    def _write_summary(self, steering: RunSteering, code: int) -> None:
+    def _write_summary(self, steering: RunSteering, code: int, *, drained: bool) -> None:
         """`summary.json`: totals over all processes that ever worked on this run, from `metrics.jsonl`."""
         lines = _read_lines(self._run.metrics)
         train = {line["step"]: line for line in lines if line.get("kind") == "train"}
@@ -181,8 +202,8 @@ class Controller:
             "eval_after": _rewards(evaluations.get(last_eval) if last_eval else None),
             "eval_after_step": last_eval,
             "steps": steps,
-            "steps_wanted": steering.total_steps or self._recipe.train.steps,
-            "steps_end": "data" if 0 < steering.total_steps < self._recipe.train.steps else "train.steps",
+            "steps_wanted": steering.total_steps,
+            "steps_end": "drain" if drained else steering.steps_end,
             "samples": sum(line.get("samples", 0) for line in train.values()),
             "generated_tokens": sum(line.get("generated_tokens", 0) for line in train.values()),
             "filtered": sum(line.get("filtered", 0) for line in train.values()),

@@ -1,40 +1,58 @@
-"""Dispatch: submits calls, rings doorbells, waits for results, and keeps the roster while it waits."""
+"""Dispatch: the shell around the plan. Reports, records and time become events, commands writes and bells."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
 
 from rlmq.common.bus import ControllerBus
-from rlmq.common.calls import Call, CallResult, Calls, Desired, Phase
-from rlmq.common.errors import DeadlineExceeded, ExitCode, Fenced, RlmqError
-from rlmq.common.messages import CallBell, DesiredBell, Done, Goodbye, Heartbeat
+from rlmq.common.calls import Call, CallRecord, CallResult, Calls
+from rlmq.common.control import ELASTIC, Snapshot
+from rlmq.common.errors import DeadlineExceeded, ExitCode, Fenced, RlmqError, Terminated
+from rlmq.common.messages import CallBell, DesiredBell, Done, Goodbye, Heartbeat, Ordered, Report
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
+from rlmq.controller import events, plan
+from rlmq.controller.control_files import ControlFiles
+from rlmq.controller.pulses import Pulses
 from rlmq.controller.restarts import FATAL
-from rlmq.controller.roster import Roster
+
+EPOCH_LEASE_S = 10.0
+OPEN_STEP = "open_step"
+_WISHES = "control"
 
 _POLL_S = 1.0
 """A lost report delays a result by at most this."""
+_SHOW_S = 0.5
+_REPEAT_S = 5.0
+"""Desired states are stored again: a server that came back older learns them."""
+_AWAY_S = 5.0
+"""After a longer pause of this process, silence of others means nothing."""
 
-EPOCH_LEASE_S = 10.0
 
+class RunFailed(RlmqError):
+    """The plan ended the run, for a worker that ended with an error that a restart cannot mend."""
 
-class WorkerFailed(RlmqError):
-    """A worker ended with an error that a restart cannot mend; carries its exit code."""
-
-    def __init__(self, name: str, goodbye: Goodbye) -> None:
-        super().__init__(goodbye.error or f"{name} ended with exit code {goodbye.exit_code}")
-        self.exit_code = ExitCode(goodbye.exit_code)
+    def __init__(self, error: str, exit_code: int) -> None:
+        super().__init__(error)
+        self.exit_code = ExitCode(exit_code)
 
 
 class Dispatch:
-    """The controller's hands: everything that crosses to the workers goes through here."""
+    """The controller's hands and ears. All methods are called on one thread, `stop` apart.
+
+    Args:
+        epoch: begun already; its lease is kept from here on.
+        pumped: called after each look at what arrived.
+    """
 
     def __init__(
         self,
@@ -43,77 +61,103 @@ class Dispatch:
         calls: Calls,
         epoch: int,
         log: structlog.stdlib.BoundLogger,
-        pumped: Callable[[Roster], None],
+        pumped: Callable[[], None] = lambda: None,
     ) -> None:
-        self._recipe = recipe
-        self._calls = calls
+        self.state = plan.State()
         self.epoch = epoch
+        self.steps = recipe.train.steps
+        self._run = run
+        self._calls = calls
         self._log = log
         self._pumped = pumped
-        self.roster = Roster(recipe.workers())
-        self._done_hint: set[str] = set()
-        self._versions: dict[str, int] = {}
+        self._unix_s = time.time() - time.monotonic()
+        self._asked: dict[str, Call] = {}
+        self._values: dict[str, dict[int, CallResult]] = {}
+        self._resolved: dict[str, list[CallResult]] = {}
+        self._orders_told = True
         self._stop_error: RlmqError | None = None
         self._lost_epoch: Fenced | None = None
-        self.bus = ControllerBus(run, epoch=epoch, tick=self._renew, tick_s=EPOCH_LEASE_S / 5)
+        self._pumped_at = self._ticked_at = self._shown_at = self._repeated_at = self.now()
+        self._renewed_at = time.monotonic()
+        self.pulses = Pulses(moved_at=self.now())
+        self._files = ControlFiles(run)
+        self.bus = ControllerBus(
+            run, epoch=epoch, tick=self._renew, tick_s=EPOCH_LEASE_S / 5, quiet=self._is_no_news
+        )
+        self._began(recipe)
 
-    # -- desired states -----------------------------------------------------------------------------------
+    def now(self) -> float:
+        """Unix seconds of a clock that does not jump."""
+        return self._unix_s + time.monotonic()
 
-    def want(self, role: str, phase: Phase, *, policy_version: int = 0) -> None:
-        """Set a role's desired state and ring."""
-        stored = self._calls.wanted(role)
-        version = max(stored.version if stored else 0, self._versions.get(role, 0)) + 1
-        self._versions[role] = version
-        desired = Desired(role=role, version=version, phase=phase, policy_version=policy_version, epoch=self.epoch)
-        self._calls.want(desired)
-        self.bus.ring(role, DesiredBell(desired))
+    def _began(self, recipe: Recipe) -> None:
+        workers = recipe.workers()
+        wishes = self._calls.noted(_WISHES) or {}
+        settings = {
+            key: [(int(step), str(v)) for step, v in one] for key, one in wishes.get("settings", {}).items()
+        }
+        desired = [self._calls.wanted(role) for role in workers]
+        self._feed(
+            events.Began(
+                at=self.now(),
+                epoch=self.epoch,
+                step=self.noted_step()[0],
+                workers=workers,
+                quorum={role: 1 if role in ELASTIC else count for role, count in workers.items()},
+                silence_s=recipe.deadlines.silence_s,
+                desired=tuple(one for one in desired if one is not None),
+                phase=wishes.get("phase", "run"),
+                orders=int(wishes.get("orders", 0)),
+                settings=settings,
+            )
+        )
 
-    # -- calls --------------------------------------------------------------------------------------------
+    # -- what the loop asks for -------------------------------------------------------------------------------
 
     def submit(
-        self, call_id: str, role: str, method: str, args: Mapping[str, Any], ranks: Sequence[int] | None = None
-    ) -> Call:
-        """Queue a call and ring; a finished call is not run again."""
-        everyone = range(self._recipe.workers()[role])
-        call = Call(
-            id=call_id,
-            role=role,
-            method=method,
-            ranks=tuple(everyone if ranks is None else ranks),
-            args=dict(args),
-            epoch=self.epoch,
-        )
-        self._calls.submit(call)
-        self.bus.ring(role, CallBell(call))
-        return call
-
-    def wait(self, *calls: Call, deadline_s: float) -> list[list[CallResult]]:
-        """Results of the calls, by rank.
+        self,
+        call_id: str,
+        role: str,
+        method: str,
+        args: Mapping[str, Any],
+        ranks: Sequence[int] | None = None,
+        *,
+        deadline_s: float,
+    ) -> str:
+        """Queue a call, when the run is not paused; one that finished before is not run again. Returns its id.
 
         Raises:
-            DeadlineExceeded: nothing moved for `deadline_s`; names the calls and who has not answered.
+            ControlLoopDiverged: the id is known with other content.
         """
-        pending = {call.id: call for call in calls}
-        found: dict[str, list[CallResult]] = {}
-        asked_at = 0.0
-        self.roster.moved()
+        self.hold()
+        everyone = ranks is None and role in ELASTIC
+        self._asked[call_id] = Call(
+            id=call_id, role=role, method=method, ranks=(), args=dict(args), epoch=self.epoch, everyone=everyone
+        )
+        self._feed(
+            events.Asked(
+                at=self.now(),
+                call_id=call_id,
+                role=role,
+                method=method,
+                deadline_s=deadline_s,
+                ranks=None if ranks is None else tuple(ranks),
+                args={key: value for key, value in args.items() if isinstance(value, int | float)},
+            )
+        )
+        return call_id
+
+    def wait(self, *call_ids: str) -> list[list[CallResult]]:
+        """Results of calls that were submitted, each by rank.
+
+        Raises:
+            DeadlineExceeded: nothing moved until a call's deadline; names the calls and who has not answered.
+        """
         while True:
             self.pump()
-            ask_all = time.monotonic() - asked_at >= _POLL_S
-            for call in list(pending.values()):
-                if ask_all or call.id in self._done_hint:
-                    results = self._calls.results(call.id)
-                    self._done_hint.discard(call.id)
-                    if len(results) >= len(call.ranks):
-                        found[call.id] = sorted(results, key=lambda r: r.rank)
-                        del pending[call.id]
-            if ask_all:
-                asked_at = time.monotonic()
-            if not pending:
-                return [found[call.id] for call in calls]
-            if self.roster.still_s > deadline_s:
-                raise self._overdue(pending.values(), deadline_s)
-            self.sleep(_POLL_S)
+            if all(call_id in self._resolved for call_id in call_ids):
+                return [self._resolved.pop(call_id) for call_id in call_ids]
+            self.sleep(_SHOW_S)
 
     def call(
         self,
@@ -124,53 +168,209 @@ class Dispatch:
         ranks: Sequence[int] | None = None,
         *,
         deadline_s: float,
-    ) -> dict[str, Any]:
-        """Submit, wait, and return the value of the first rank."""
-        [results] = self.wait(self.submit(call_id, role, method, args, ranks), deadline_s=deadline_s)
-        return results[0].value
+    ) -> list[CallResult]:
+        """Submit and wait."""
+        return self.wait(self.submit(call_id, role, method, args, ranks, deadline_s=deadline_s))[0]
 
-    def finished(self, call_id: str, ranks: int = 1) -> bool:
+    def finished(self, call_id: str) -> bool:
         """Whether the call has its results already (before a crash)."""
-        return len(self._calls.results(call_id)) >= ranks
+        record = self._calls.look(call_id)
+        return record is not None and len(record.results) >= len(record.call.ranks)
 
-    def _overdue(self, pending: Any, deadline_s: float) -> DeadlineExceeded:
-        lines = []
-        for call in pending:
-            answered = {r.rank for r in self._calls.results(call.id)}
-            silent = [f"{call.role}-{rank}" for rank in call.ranks if rank not in answered]
-            lines.append(f"{call.id} waits for {', '.join(silent)}")
-        return DeadlineExceeded(
-            "call", got=f"no progress for {deadline_s:.0f} s: {'; '.join(lines)}", remedy="Read that worker's log"
-        )
+    def want(self, role: str, policy_version: int) -> None:
+        """Let a role follow a policy version."""
+        self._feed(events.Wanted(at=self.now(), role=role, policy_version=policy_version))
 
-    # -- waiting ------------------------------------------------------------------------------------------
+    def served(self, role: str, ranks: Sequence[int], version: int) -> None:
+        """Note that workers have taken the weights of a version."""
+        self._feed(events.Served(at=self.now(), role=role, ranks=tuple(ranks), version=version))
+
+    def noted_step(self) -> tuple[int, bool]:
+        """The open step by the records, and whether it was begun."""
+        note = self._calls.noted(OPEN_STEP) or {"step": 1}
+        return int(note["step"]), bool(note.get("begun"))
+
+    def open_step(self, step: int, *, begun: bool) -> None:
+        """Note durably that the loop is at this step."""
+        self._calls.note(OPEN_STEP, {"step": step, "begun": begun}, epoch=self.epoch)
+        if begun:
+            self._feed(events.Opened(at=self.now(), step=step))
+
+    def waits(
+        self,
+        what: str = "",
+        on: Sequence[str] = (),
+        *,
+        deadline_s: float | None = None,
+        until: float | None = None,
+    ) -> None:
+        """Say what the loop waits for beside calls, as `events.Waits`; without `what` it no longer does."""
+        known = self.state.wait
+        if (what, tuple(on)) == (("", ()) if known is None else (known.what, known.on)):
+            return
+        at = known.at if known is not None and known.what == what else self.now()
+        self._feed(events.Waits(at=at, what=what, on=tuple(on), deadline_s=deadline_s, until=until))
+
+    def moved(self) -> None:
+        """Note progress that the loop saw in the store."""
+        self.pulses.moved_at = self.now()
+
+    def hold(self) -> None:
+        """Stand still while the run is paused."""
+        while self.state.phase == "pause":
+            self.pump()
+            self.sleep(_SHOW_S)
+
+    # -- what arrives --------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
         """Take in what arrived.
 
         Raises:
-            WorkerFailed: a worker ended for good. Fenced: another controller took over.
-            Interrupted, Terminated: as told by `stop`.
+            RunFailed, DeadlineExceeded: as the plan says. Fenced: another controller took over.
+            Interrupted, Terminated: as told by `stop`, or by an operator.
         """
+        self._keep_lease()
+        now = self.now()
+        if now - self._pumped_at > _AWAY_S:
+            self.pulses.forgive(now)
+        self._pumped_at = now
         for report in self.bus.reports():
-            match report:
-                case Heartbeat():
-                    self.roster.heard(report)
-                case Done(result):
-                    self._done_hint.add(result.call_id)
-                    self.roster.moved()
-                case Goodbye():
-                    self._goodbye(report)
-        self._pumped(self.roster)
-        if self._lost_epoch is not None:
-            raise self._lost_epoch
+            self._take(report, now)
+        if self._orders_told or now - self._ticked_at >= _POLL_S:
+            self._read_orders(now)
+        if now - self._ticked_at >= _POLL_S:
+            self._tick(now)
+        if now - self._shown_at >= _SHOW_S:
+            self.show()
+        self._pumped()
         if self._stop_error is not None:
             raise self._stop_error
 
-    def _goodbye(self, goodbye: Goodbye) -> None:
-        self.roster.left(goodbye)
-        if goodbye.exit_code in FATAL and self._stop_error is None:
-            raise WorkerFailed(f"{goodbye.role}-{goodbye.rank}", goodbye)
+    def _take(self, report: Report, now: float) -> None:
+        match report:
+            case Heartbeat():
+                self.pulses.heard(report, now)
+                heard = _heard(report, now)
+                if plan.tells(self.state, heard):
+                    self._feed(heard)
+            case Done(result):
+                self.pulses.moved_at = now
+                self._feed(events.Told(at=now, call_id=result.call_id, rank=result.rank))
+            case Goodbye():
+                self._feed(
+                    events.Left(
+                        at=now,
+                        role=report.role,
+                        rank=report.rank,
+                        incarnation=report.incarnation,
+                        exit_code=report.exit_code,
+                        error=report.error,
+                        fatal=report.exit_code in FATAL,
+                    )
+                )
+            case Ordered():
+                self._orders_told = True
+
+    def _is_no_news(self, report: Report) -> bool:
+        """On the bus's thread: a heartbeat that changes nothing wakes nobody."""
+        return isinstance(report, Heartbeat) and not plan.tells(self.state, _heard(report, 0.0))
+
+    def _read_orders(self, now: float) -> None:
+        self._orders_told = False
+        after = self.state.orders
+        for number, order in enumerate(self._calls.orders(after), after + 1):
+            self._feed(events.Ordered(at=now, number=number, order=order))
+
+    def _tick(self, now: float) -> None:
+        self._ticked_at = now
+        for silent in self.pulses.silent(now, self.state.silence_s):
+            self._feed(silent)
+        self._feed(events.Tick(at=now, moved_at=self.pulses.moved_at))
+        if now - self._repeated_at >= _REPEAT_S:
+            self._repeated_at = now
+            for desired in self.state.desired.values():
+                self._calls.want(desired)
+
+    # -- the plan ------------------------------------------------------------------------------------------------
+
+    def _feed(self, event: events.Event) -> None:
+        """Advance the plan and carry its commands out, and so on with the events that these give."""
+        waiting = deque((event,))
+        while waiting:
+            event = waiting.popleft()
+            state, commands = plan.advance(self.state, event)
+            if state is not self.state or any(not isinstance(one, events.Look) for one in commands):
+                line = events.Line(at=event.at, epoch=self.epoch, event=event, commands=commands)
+                self._files.append(line)
+            self.state = state
+            for command in commands:
+                follows = self._carry_out(command)
+                if follows is not None:
+                    waiting.append(follows)
+
+    def _carry_out(self, command: events.Command) -> events.Event | None:
+        match command:
+            case events.Submit():
+                return self._submit(command)
+            case events.Look(call_id=call_id):
+                return self._looked(call_id, self._calls.look(call_id))
+            case events.Release(call_id=call_id, rank=rank, why=why):
+                self._log.warning("call released", call_id=call_id, rank=rank, why=why)
+                released = CallResult(call_id=call_id, rank=rank, released=why)
+                self._calls.release(released, epoch=self.epoch)
+                return self._looked(call_id, self._calls.look(call_id))
+            case events.Resolve(call_id=call_id, ranks=ranks):
+                del self._asked[call_id]
+                values = self._values.pop(call_id, {})
+                self._resolved[call_id] = [values[rank] for rank in sorted(ranks)]
+            case events.Want(desired=desired):
+                self._calls.want(desired)
+                self.bus.ring(desired.role, DesiredBell(desired))
+            case events.Keep():
+                wishes = {"phase": command.phase, "orders": command.orders, "settings": command.settings}
+                self._calls.note(_WISHES, wishes, epoch=self.epoch)
+            case events.Lost(role=role, rank=rank, silent_s=silent_s):
+                self._log.warning("worker lost", worker=f"{role}-{rank}", silent_s=silent_s)
+            case events.Refuse(why=why):
+                self._log.warning("order refused", reason=why)
+            case events.Fail(error=error, exit_code=code):
+                self._stop_error = self._stop_error or _failure(error, code)
+        return None
+
+    def _submit(self, command: events.Submit) -> events.Looked:
+        asked = self._asked[command.call_id]
+        call = Call(
+            id=asked.id,
+            role=asked.role,
+            method=asked.method,
+            ranks=command.ranks,
+            args=asked.args,
+            epoch=self.epoch,
+            everyone=asked.everyone,
+        )
+        record = self._calls.submit(call)
+        if len(record.results) < len(record.call.ranks):
+            self.bus.ring(call.role, CallBell(record.call))
+        return self._looked(call.id, record)
+
+    def _looked(self, call_id: str, record: CallRecord | None) -> events.Looked:
+        """The values stay here; of two results of a rank the first counts."""
+        if record is None:
+            return events.Looked(at=self.now(), call_id=call_id, known=False)
+        if call_id in self._asked:
+            values = self._values.setdefault(call_id, {})
+            for result in record.results:
+                values.setdefault(result.rank, result)
+        return events.Looked(
+            at=self.now(),
+            call_id=call_id,
+            known=True,
+            ranks=record.call.ranks,
+            answered=tuple(result.rank for result in record.results),
+        )
+
+    # -- the end, and the lease ------------------------------------------------------------------------------------
 
     def sleep(self, timeout_s: float) -> None:
         """Sleep until a report arrives or the time is over."""
@@ -182,25 +382,82 @@ class Dispatch:
         self._stop_error = error
         self.bus.wake.set()
 
-    def dismiss(self, timeout_s: float) -> None:
+    def dismiss(self, exit_code: int, timeout_s: float) -> None:
         """Tell every worker to stop and wait until they have left."""
         self._stop_error = None
-        for role in self._recipe.workers():
-            self.want(role, "stop")
+        self._feed(events.Ended(at=self.now(), exit_code=exit_code))
         deadline = time.monotonic() + timeout_s
-        while not self.roster.all_gone() and time.monotonic() < deadline:
-            with contextlib.suppress(WorkerFailed):
-                self.pump()
+        while plan.present(self.state) and time.monotonic() < deadline:
+            self.pump()
             self.sleep(0.1)
-        for member in self.roster.present():
+        for member in plan.present(self.state):
             self._log.warning("did not leave", worker=member.name, activity=member.activity)
 
+    def close(self) -> None:
+        """Close the sockets and the log."""
+        self.bus.close()
+        self._files.close()
+        if self._files.failed:
+            self._log.warning("control files are not complete", reason=self._files.failed)
+
+    def show(self, ended: int | None = None) -> None:
+        """Rewrite the snapshot."""
+        now = self._shown_at = self.now()
+        state = self.state
+        rollout = state.desired.get("rollout")
+        self._files.show(
+            Snapshot(
+                at_unix_s=now,
+                run_id=self._run.run_id,
+                epoch=self.epoch,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                phase=state.phase,
+                step=state.step,
+                steps=self.steps,
+                policy_version=rollout.policy_version if rollout is not None else 0,
+                members=self.pulses.members(state, now),
+                missing=plan.missing(state),
+                waits=plan.waits(state, self.pulses.moved_at),
+                ended=ended,
+            )
+        )
+
+    def _keep_lease(self) -> None:
+        """A process that was stopped for longer than its lease does nothing before it has it again."""
+        if self._lost_epoch is not None:
+            raise self._lost_epoch
+        if time.monotonic() - self._renewed_at > EPOCH_LEASE_S:
+            self._calls.renew_epoch(self.epoch, EPOCH_LEASE_S)
+            self._renewed_at = time.monotonic()
+
     def _renew(self) -> None:
-        """On the bus thread: keep the lease."""
+        """On a thread of the bus: keep the lease."""
+        began = time.monotonic()
         try:
             self._calls.renew_epoch(self.epoch, EPOCH_LEASE_S)
+            self._renewed_at = began
         except Fenced as error:
             self._lost_epoch = error
             self.bus.wake.set()
         except RlmqError as error:  # the server is away: the lease outlives a short restart
             self._log.warning("lease not renewed", error=str(error))
+
+
+def _heard(beat: Heartbeat, at: float) -> events.Heard:
+    return events.Heard(
+        at=at,
+        role=beat.role,
+        rank=beat.rank,
+        incarnation=beat.incarnation,
+        activity=beat.activity,
+        ready=beat.ready,
+        serving=beat.serving,
+        call=beat.call,
+    )
+
+
+def _failure(error: str, exit_code: int) -> RlmqError:
+    kinds = {ExitCode.DEADLINE: DeadlineExceeded, ExitCode.TERMINATED: Terminated}
+    kind = kinds.get(ExitCode(exit_code))
+    return RunFailed(error, exit_code) if kind is None else kind(error)

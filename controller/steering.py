@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import structlog
 
+from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.store import ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.calls import Calls
 from rlmq.common.errors import DeadlineExceeded, UsageError
 from rlmq.common.metrics import POLICY_VERSION, STEP, set_step_figures
 from rlmq.common.recipe.schema import Recipe
+from rlmq.common.run_folder import RunFolder
+from rlmq.controller import plan
 from rlmq.controller.dispatch import Dispatch
-from rlmq.controller.roster import Member
 from rlmq.controller.trackers import Trackers
 
-_OPEN_STEP = "open_step"
 _BEST = "best"
 _SYNC_ATTEMPTS = 5
+_LOOK_S = 0.5
 
 
 class RunSteering:
-    """Implements `rlmq.common.algorithms.algorithm.Steering` over calls and the store."""
+    """Implements `rlmq.common.algorithms.algorithm.Steering` over calls and the store.
+
+    A call's id is its step, its ordinal among the step's calls, and what is called: a loop that does the same finds
+    its results again. Calls that depend on who is there have the epoch in their ids instead.
+    """
 
     def __init__(
         self,
         recipe: Recipe,
+        run: RunFolder,
         dispatch: Dispatch,
         store: ExperienceStore,
         calls: Calls,
@@ -36,60 +43,97 @@ class RunSteering:
         log: structlog.stdlib.BoundLogger,
     ) -> None:
         self._recipe = recipe
+        self._run = run
         self._dispatch = dispatch
         self._store = store
         self._calls = calls
         self._trackers = trackers
         self._log = log
-        self._step_s = recipe.deadlines.step_s
+        self._place: int | str = 0
+        self._ordinal = 0
         self._syncs = 0
+        self._unreachable: set[tuple[str, int, int]] = set()
         self._admitted = 0
+        self._logged_step = -1
+        self._saved_step = 0
         self._line: dict[str, Any] = {}
         self._newest: dict[str, Any] = {}
         self._began = time.monotonic()
         self._activity_before: dict[str, dict[str, float]] = {}
-        self.total_steps = 0
+        self._possible_steps: int | None = None
+        self._begun = False
         self.open_step = 1
         self.policy_version = 0
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.last_train: dict[str, Any] = {}
         self.prompts: dict[str, Any] = {}
+        self.best: dict[str, Any] | None = None
+        """Step and mean reward of the best evaluation before the open step, or in it."""
 
     # -- the loop -----------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Learn how many steps there are and where to go on; every worker is ready now."""
+        """Learn how many steps there are and where to go on; a quorum of workers is ready now."""
         call_id = f"0/describe-{self._dispatch.epoch}/prompts.describe"
-        self.prompts = self._dispatch.call(call_id, "prompts", "describe", {}, deadline_s=self._step_s)
-        possible = self.prompts["steps"]
-        self.total_steps = min(self._recipe.train.steps, possible) if possible else self._recipe.train.steps
-        self.open_step = int((self._calls.noted(_OPEN_STEP) or {"step": 1})["step"])
+        [described] = self._dispatch.call(call_id, "prompts", "describe", {}, deadline_s=self._step_s)
+        self.prompts = described.value
+        self._possible_steps = self.prompts["steps"]
+        self.open_step, self._begun = self._dispatch.noted_step()
+        self._logged_step = FileBatchLog(self._run.batch_log).last_step()
+        best = self._calls.noted(_BEST)
+        self.best = best["before"] if best and best["step"] >= self.open_step else best
         self._log.info("prompts", **{k: v for k, v in self.prompts.items() if v is not None})
+
+    @property
+    def total_steps(self) -> int:
+        """The last step, as the recipe, an operator and the data have it."""
+        wanted = int(self._setting("train.steps"))
+        return min(wanted, self._possible_steps) if self._possible_steps else wanted
+
+    @property
+    def steps_end(self) -> str:
+        """What ends the run: `data` or `train.steps`."""
+        return "data" if self.total_steps < self._setting("train.steps") else "train.steps"
 
     def steps(self) -> Iterator[int]:
         """See `Steering.steps`."""
         while self.open_step <= self.total_steps:
+            self._dispatch.hold()
+            if self._dispatch.state.phase == "drain" and not self._begun:
+                break
             step = self.open_step
-            if (self._calls.noted(_OPEN_STEP) or {}).get("step") != step:
-                self._calls.note(_OPEN_STEP, {"step": step})
+            self._dispatch.open_step(step, begun=True)
+            self._place, self._ordinal, self._begun = step, 0, True
             self._begin_line(step)
             yield step
-            self.open_step = step + 1
-            self._calls.note(_OPEN_STEP, {"step": self.open_step})
+            self.open_step, self._begun = step + 1, False
+            self._dispatch.open_step(self.open_step, begun=False)
+        done = self.open_step - 1
+        self._place, self._ordinal = f"end-{done}", 0
+        if done > self._saved_step and (self._saved_step or self._dispatch.state.phase == "drain"):
+            self._save(done)
+
+    def call(
+        self, role: str, method: str, args: Mapping[str, Any] | None = None, *, ranks: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """See `Steering.call`."""
+        self._ordinal += 1
+        results = self._dispatch.call(
+            self._id(role, method), role, method, args or {}, ranks, deadline_s=self._step_s
+        )
+        return [result.value for result in results if not result.released]
 
     def admit(self, step: int) -> int:
         """See `Steering.admit`."""
-        value = self._call(step, 1, "prompts", "admit", {"step": step})
+        [value] = self.call("prompts", "admit", {"step": step})
         self._admitted = int(value["samples"])
         return self._admitted
 
     def wait_batch(self, step: int) -> int:
         """See `Steering.wait_batch`."""
-        note = self._calls.noted(_OPEN_STEP) or {}
-        if note.get("step") == step and note.get("formed"):
-            return 0  # before a crash: the batch is the actor's, in the log or under its lease
-        interest = Interest(TRAIN, "actor", rows=self._admitted, or_settled=True)
-        counts = self._wait_rows(interest, self.policy_version)
+        if step <= self._logged_step:
+            return 0  # before a crash: the batch is in the log, the rows are the actor's
+        counts = self._wait_rows(Interest(TRAIN, "actor", rows=self._admitted, or_settled=True))
         ready = counts.ready.get("actor", 0) + counts.leased.get("actor", 0)
         if ready == 0 and counts.live == 0:
             self._nothing_to_train(step)
@@ -97,17 +141,17 @@ class RunSteering:
 
     def train(self, step: int) -> None:
         """See `Steering.train`."""
-        self._calls.note(_OPEN_STEP, {"step": step, "formed": True})
-        self.last_train = self._call(step, 3, "actor", "train", {"step": step})
+        self.last_train = self.call("actor", "train", {"step": step})[0]
         self._line.update(self.last_train, filtered=self._admitted - self.last_train["samples"])
 
     def publish(self, version: int) -> None:
         """See `Steering.publish`; `version` 0 after a restart means the newest one."""
         version = max(version, self.open_step - 1)
         began = time.monotonic()
-        self._dispatch.want("rollout", "run", policy_version=version)
+        self._dispatch.hold()
+        self._dispatch.want("rollout", version)
         self.policy_version = version
-        self._bring_up_to_date(version)
+        self._bring_up_to_date()
         POLICY_VERSION.set(version)
         if self._line:
             self._line["sync_s"] = round(time.monotonic() - began, 4)
@@ -115,18 +159,19 @@ class RunSteering:
 
     def evaluate(self, step: int) -> None:
         """See `Steering.evaluate`."""
-        every = self._recipe.evaluate.every_steps
+        every = int(self._setting("evaluate.every_steps"))
         due = step in (0, self.total_steps) or (every > 0 and step % every == 0)
         if self._recipe.data.eval is None or not due:
             return
-        if step == 0 and self.open_step > 1 and not self._dispatch.finished(self._id(0, 5, "recorder", "evaluate")):
+        finished = self._dispatch.finished(self._id("recorder", "evaluate", after=2))
+        if step == 0 and self.open_step > 1 and not finished:
             return  # the untrained weights are gone
         began = time.monotonic()
-        admitted = self._call(step, 4, "prompts", "admit_eval", {"step": step})
+        [admitted] = self.call("prompts", "admit_eval", {"step": step})
         samples = int(admitted["samples"])
-        if not self._dispatch.finished(self._id(step, 5, "recorder", "evaluate")):
-            self._wait_rows(Interest(EVAL, "evaluation", rows=samples, or_settled=True), self.policy_version)
-        result = self._call(step, 5, "recorder", "evaluate", {"step": step, "samples": samples})
+        if not finished:
+            self._wait_rows(Interest(EVAL, "evaluation", rows=samples, or_settled=True))
+        [result] = self.call("recorder", "evaluate", {"step": step, "samples": samples})
         self.evaluations[step] = result
         self._trackers.log({"kind": "eval", "step": step, "seconds": time.monotonic() - began, **result})
         self._log.info("evaluation", step=step, **{n: s["reward_mean"] for n, s in result["sets"].items()})
@@ -134,26 +179,40 @@ class RunSteering:
 
     def checkpoint(self, step: int) -> None:
         """See `Steering.checkpoint`."""
-        every = self._recipe.checkpoint.every_steps
+        every = int(self._setting("checkpoint.every_steps"))
         if step == self.total_steps or (every > 0 and step % every == 0):
             self._save(step)
 
     # -- parts ---------------------------------------------------------------------------------------------
 
     def _save(self, step: int) -> None:
-        best = self._calls.noted(_BEST)
-        protect = [int(best["step"])] if best else []
-        self._call(step, 6, "actor", "checkpoint", {"step": step, "protect": protect})
+        protect = [int(self.best["step"])] if self.best else []
+        self.call("actor", "checkpoint", {"step": step, "protect": protect})
+        self._saved_step = step
 
     def _keep_best(self, step: int, result: dict[str, Any]) -> None:
-        """The best checkpoint is kept: a better evaluation than ever before saves one."""
-        best = self._calls.noted(_BEST)
-        reward = result["reward_mean"]
-        if reward is None or (best is not None and best["reward_mean"] >= reward):
+        """The best checkpoint is kept: a better evaluation than ever before saves one.
+
+        The record tells what was best before the step, so that a redo of it decides the same.
+        """
+        before, reward = self.best, result["reward_mean"]
+        if reward is None or (before is not None and before["reward_mean"] >= reward):
             return
-        self._calls.note(_BEST, {"step": step, "reward_mean": reward})
+        self.best = {"step": step, "reward_mean": reward}
+        earlier = None if before is None else {**before, "before": None}
+        self._calls.note(_BEST, {**self.best, "before": earlier}, epoch=self._dispatch.epoch)
         if step > 0:
             self._save(step)
+
+    def _setting(self, key: str) -> float:
+        """What an operator set for the open step, else the recipe's value."""
+        found = plan.setting(self._dispatch.state, key, self.open_step)
+        block, name = key.split(".")
+        return found if found is not None else float(getattr(getattr(self._recipe, block), name))
+
+    @property
+    def _step_s(self) -> float:
+        return self._setting("deadlines.step_s")
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -166,58 +225,39 @@ class RunSteering:
         pace = self._newest.get("step_s")
         return None if pace is None else round(pace * (self.total_steps - self.open_step + 1), 1)
 
-    @property
-    def best(self) -> dict[str, Any] | None:
-        """Step and mean reward of the best evaluation."""
-        return self._calls.noted(_BEST)
+    def _id(self, role: str, method: str, *, after: int = 0) -> str:
+        """Id of the newest call of this place, or of the one that comes `after` it."""
+        return f"{self._place}/{self._ordinal + after}/{role}.{method}"
 
-    def _id(self, step: int, ordinal: int, role: str, method: str) -> str:
-        return f"{step}/{ordinal}/{role}.{method}"
-
-    def _call(self, step: int, ordinal: int, role: str, method: str, args: dict[str, Any]) -> dict[str, Any]:
-        return self._dispatch.call(
-            self._id(step, ordinal, role, method), role, method, args, deadline_s=self._step_s
-        )
-
-    def _wait_rows(self, interest: Interest, version: int) -> TableCounts:
+    def _wait_rows(self, interest: Interest) -> TableCounts:
         """Wait for rows, without polling; meanwhile workers that came back receive the weights."""
+        what = f"{interest.rows} rows of stage {interest.stage} in table {interest.table}"
         seen: TableCounts | None = None
-        self._dispatch.roster.moved()
+        self._dispatch.moved()
         while True:
-            self._dispatch.pump()
-            self._bring_up_to_date(version)
-            if self._store.wait([interest], timeout_s=1.0, wake_fd=self._dispatch.bus.wake.fd):
-                counts = self._store.counts(interest.table)
-                ready = counts.ready.get(interest.stage, 0)
-                if ready >= interest.rows or (interest.or_settled and self._settled(counts, interest.stage)):
-                    return counts
             counts = self._store.counts(interest.table)
+            if counts.ready.get(interest.stage, 0) >= interest.rows or self._settled(counts, interest.stage):
+                self._dispatch.waits()
+                return counts
             if counts != seen:
-                self._dispatch.roster.moved()
+                self._dispatch.moved()
                 seen = counts
-            if self._dispatch.roster.still_s > self._step_s:
-                raise self._starved(interest, counts)
+            busy = [name for name in counts.ready if counts.ready[name] or counts.leased.get(name)]
+            on = [name for name in busy if name not in (interest.stage, "recorder")]
+            self._dispatch.waits(what, on, deadline_s=self._step_s)
+            self._store.wait([interest], timeout_s=_LOOK_S, wake_fd=self._dispatch.bus.wake.fd)
+            self._dispatch.pump()
+            self._dispatch.hold()
+            self._bring_up_to_date()
 
     @staticmethod
     def _settled(counts: TableCounts, stage: str) -> bool:
         """No live row can still become ready: all of them are."""
         return counts.ready.get(stage, 0) + counts.leased.get(stage, 0) >= counts.live
 
-    def _starved(self, interest: Interest, counts: TableCounts) -> DeadlineExceeded:
-        stages = ", ".join(f"{s}: {counts.ready[s]} ready, {counts.leased.get(s, 0)} leased" for s in counts.ready)
-        missing = ", ".join(self._dispatch.roster.missing()) or "none"
-        return DeadlineExceeded(
-            f"stage {interest.stage} of table {interest.table}",
-            got=f"{counts.ready.get(interest.stage, 0)} of {interest.rows} rows; {stages}; "
-            f"workers missing: {missing}",
-            expected=f"progress within {self._step_s:.0f} s",
-            remedy="Read the log of the worker that holds the rows, or raise deadlines.step_s",
-        )
-
     def _nothing_to_train(self, step: int) -> None:
         call_id = f"{step}/failures-{self._dispatch.epoch}/reward.failures"
-        calls = self._dispatch.submit(call_id, "reward", "failures", {})
-        [results] = self._dispatch.wait(calls, deadline_s=self._step_s)
+        results = self._dispatch.call(call_id, "reward", "failures", {}, deadline_s=self._step_s)
         reasons = [str(r.value["last"]) for r in results if r.value.get("last")]
         raise UsageError(
             f"rewards of step {step}",
@@ -228,48 +268,65 @@ class RunSteering:
 
     # -- weights ---------------------------------------------------------------------------------------------
 
-    def _bring_up_to_date(self, version: int) -> None:
-        """Every ready rollout worker serves `version` after this."""
+    def _bring_up_to_date(self) -> None:
+        """Every ready rollout worker serves the policy version after this, newcomers included.
+
+        Raises:
+            DeadlineExceeded: none of them could receive it.
+        """
         for _ in range(_SYNC_ATTEMPTS):
-            behind = [m for m in self._dispatch.roster.of("rollout") if m.ready and m.serving != version]
+            behind = self._behind()
             if not behind:
                 return
-            self._sync(version, behind)
-        names = ", ".join(m.name for m in behind)
-        raise DeadlineExceeded(
-            f"weight sync of version {version}",
-            got=f"{_SYNC_ATTEMPTS} failed transfers to {names}",
-            remedy="Read the logs of the actor and of that worker",
-        )
+            self._sync(self.policy_version, behind)
+        behind = self._behind()
+        self._unreachable.update(self._attempt(worker) for worker in behind)
+        names = ", ".join(worker.name for worker in behind)
+        if behind and not any(one.serving == self.policy_version for one in plan.present(self._state, "rollout")):
+            raise DeadlineExceeded(
+                f"weight sync of version {self.policy_version}",
+                got=f"{_SYNC_ATTEMPTS} failed transfers to {names}",
+                remedy="Read the logs of the actor and of that worker",
+            )
+        if behind:
+            self._log.warning("goes on without", workers=names, version=self.policy_version)
 
-    def _sync(self, version: int, behind: list[Member]) -> None:
+    def _behind(self) -> list[plan.Worker]:
+        return [
+            one
+            for one in plan.present(self._state, "rollout")
+            if one.ready and one.serving != self.policy_version and self._attempt(one) not in self._unreachable
+        ]
+
+    def _attempt(self, worker: plan.Worker) -> tuple[str, int, int]:
+        return worker.name, worker.incarnation, self.policy_version
+
+    @property
+    def _state(self) -> plan.State:
+        return self._dispatch.state
+
+    def _sync(self, version: int, behind: list[plan.Worker]) -> None:
         self._syncs += 1
         generation = f"{self._dispatch.epoch}.{self._syncs}"
-        members = [m.name for m in behind]
-        deadline_s = self._recipe.deadlines.sync_s
+        members, ranks = [one.name for one in behind], [one.rank for one in behind]
+        sync_s = self._recipe.deadlines.sync_s
 
-        def call_id(role: str, method: str) -> str:
-            return f"{version}/sync-{generation}/{role}.{method}"
+        def submit(role: str, method: str, args: Mapping[str, Any], to: Sequence[int], deadline_s: float) -> str:
+            call_id = f"{version}/sync-{generation}/{role}.{method}"
+            return self._dispatch.submit(call_id, role, method, args, to, deadline_s=deadline_s)
 
-        offer = self._dispatch.call(
-            call_id("actor", "offer"),
-            "actor",
-            "offer",
-            {"generation": generation, "members": members, "version": version},
-            ranks=[0],
-            deadline_s=self._step_s,
-        )
-        args = {**offer, "version": version}
-        send = self._dispatch.submit(call_id("actor", "send_weights"), "actor", "send_weights", args, [0])
-        receive = self._dispatch.submit(
-            call_id("rollout", "receive_weights"), "rollout", "receive_weights", args, [m.rank for m in behind]
-        )
-        [sent], received = self._dispatch.wait(send, receive, deadline_s=deadline_s)
-        for member, result in zip(sorted(behind, key=lambda m: m.rank), received, strict=True):
-            if result.value.get("failed"):
-                self._log.warning("weights not received", worker=member.name, reason=result.value["failed"])
-            else:
-                member.serving = version
+        asked = {"generation": generation, "members": members, "version": version}
+        [[offer]] = self._dispatch.wait(submit("actor", "offer", asked, [0], self._step_s))
+        args = {**offer.value, "version": version}
+        # Both ends give up after sync_s by themselves, and say why.
+        send = submit("actor", "send_weights", args, [0], 2 * sync_s)
+        receive = submit("rollout", "receive_weights", args, ranks, 2 * sync_s)
+        [sent], received = self._dispatch.wait(send, receive)
+        failed = {one.rank: one.released or one.value.get("failed") for one in received}
+        self._dispatch.served("rollout", [rank for rank in ranks if not failed[rank]], version)
+        for rank, reason in failed.items():
+            if reason:
+                self._log.warning("weights not received", worker=f"rollout-{rank}", reason=reason)
         self._log.info("weights", version=version, generation=generation, to=members, **sent.value)
 
     # -- metrics ----------------------------------------------------------------------------------------------
@@ -280,7 +337,7 @@ class RunSteering:
         self._activity_before = self._activities()
 
     def _activities(self) -> dict[str, dict[str, float]]:
-        return {role: self._dispatch.roster.activity_s(role) for role in ("rollout", "reward", "actor")}
+        return {role: self._dispatch.pulses.activity_s(role) for role in ("rollout", "reward", "actor")}
 
     def _end_line(self, version: int) -> None:
         """Write the step's metrics: from its first call until its weights are served everywhere."""
@@ -301,7 +358,7 @@ class RunSteering:
         shares: dict[str, float] = {}
         now = self._activities()
         for role, activity in (("rollout", "generating"), ("reward", "scoring"), ("actor", "training")):
-            workers = max(1, len(self._dispatch.roster.of(role)))
+            workers = max(1, len(plan.present(self._state, role)))
             before = self._activity_before.get(role, {}).get(activity, 0.0)
             spent = now[role].get(activity, 0.0) - before
             shares[activity] = round(min(1.0, max(0.0, spent / workers / seconds)), 4)
