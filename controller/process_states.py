@@ -49,7 +49,7 @@ class ProcessTable:
     """Looks twice: at once, and when `states` is asked, so that what happens in between shows how busy they are.
 
     Args:
-        known: name → (pid, Unix time at which it is known to have run): a later process with that pid is another.
+        known: name → (pid, Unix time at which it ran; 0: it ended); a process that began later is another one.
     """
 
     def __init__(self, known: Mapping[str, tuple[int, float]]) -> None:

@@ -311,7 +311,8 @@ def _without_controller(evidence: Evidence, snapshot: Snapshot) -> Answer | None
 
 
 def _without_server(evidence: Evidence) -> Answer | None:
-    if not evidence.server:
+    """A server that does not answer here; it answers the controller while that one writes."""
+    if not evidence.server or evidence.age_s < _STALE_S:
         return None
     state = evidence.processes.get(SERVER)
     where = f": {_state(evidence, SERVER, state)}" if state is not None else ""

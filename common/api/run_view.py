@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import redis
@@ -36,8 +36,8 @@ class Stored:
     """What the run's server told; `server` says why it told nothing."""
 
     tables: Sequence[Table] = ()
-    counts: Mapping[str, TableCounts] = {}
-    leases: Mapping[str, Sequence[Lease]] = {}
+    counts: Mapping[str, TableCounts] = field(default_factory=dict)
+    leases: Mapping[str, Sequence[Lease]] = field(default_factory=dict)
     waiting: Sequence[Waiting] = ()
     open_orders: Sequence[Order] = ()
     server: str = ""
@@ -87,10 +87,10 @@ def _ended(run: RunFolder, snapshot: Snapshot | None) -> int | None:
 def known_processes(
     run: RunFolder, snapshot: Snapshot | None, deaths: Sequence[Death]
 ) -> dict[str, tuple[int, float]]:
-    """Name → (pid, when it was known to run) of the run's processes on this host, by whoever told last."""
+    """Name → (pid, when it was known to run; 0: it ended) of the run's processes here, by whoever told last."""
     known: dict[str, tuple[int, float]] = {}
     for death in deaths:
-        known[death.name] = (death.pid, death.at_unix_s)
+        known[death.name] = (death.pid, death.at_unix_s if death.what == "started" else 0.0)
     if snapshot is not None:
         members = [(one.name, one.pid, one.host) for one in snapshot.members]
         for name, pid, host in ((CONTROLLER, snapshot.pid, snapshot.host), *members):
