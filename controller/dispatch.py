@@ -88,7 +88,7 @@ class Dispatch:
 
     def now(self) -> float:
         """Unix seconds of a clock that does not jump."""
-        return self._unix_s + time.monotonic()
+        return round(self._unix_s + time.monotonic(), 4)
 
     def _began(self, recipe: Recipe) -> None:
         workers = recipe.workers()
@@ -208,8 +208,9 @@ class Dispatch:
         known = self.state.wait
         if (what, tuple(on)) == (("", ()) if known is None else (known.what, known.on)):
             return
-        at = known.at if known is not None and known.what == what else self.now()
-        self._feed(events.Waits(at=at, what=what, on=tuple(on), deadline_s=deadline_s, until=until))
+        now = self.now()
+        since = known.since if known is not None and known.what == what else now
+        self._feed(events.Waits(at=now, what=what, since=since, on=tuple(on), deadline_s=deadline_s, until=until))
 
     def moved(self) -> None:
         """Note progress that the loop saw in the store."""

@@ -127,12 +127,13 @@ class Opened(_Event, frozen=True):
 
 
 class Waits(_Event, frozen=True):
-    """The loop waits for something that is no call, on these stages or workers; without `what` this is over.
+    """The loop waits since `since` for something else than a call, on stages or workers; without `what` no more.
 
     It ends at `until`, or after `deadline_s` without progress.
     """
 
     what: str = ""
+    since: float = 0.0
     on: tuple[str, ...] = ()
     deadline_s: float | None = None
     until: float | None = None

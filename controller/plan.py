@@ -346,8 +346,8 @@ def waits(state: State, moved_at: float) -> tuple[Wait, ...]:
     if (wait := state.wait) is not None:
         until = wait.until
         if until is None and wait.deadline_s is not None:
-            until = max(wait.at, moved_at) + wait.deadline_s
-        found.append(Wait(who=CONTROLLER, what=wait.what, on=wait.on, since_unix_s=wait.at, until_unix_s=until))
+            until = max(wait.since, moved_at) + wait.deadline_s
+        found.append(Wait(who=CONTROLLER, what=wait.what, on=wait.on, since_unix_s=wait.since, until_unix_s=until))
     if state.phase == "pause":
         return tuple(_replace(wait, until_unix_s=None) for wait in found)
     return tuple(found)

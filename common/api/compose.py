@@ -16,6 +16,7 @@ import structlog
 
 from rlmq.buffer.store import ExperienceStore
 from rlmq.common.calls import Calls
+from rlmq.common.control import ELASTIC
 from rlmq.common.errors import DeadlineExceeded, SecondController, UsageError
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -86,7 +87,7 @@ def start_process(
 
 
 def check_place(recipe: Recipe, role: str, index: int) -> None:
-    """Check that the recipe has this worker.
+    """Check that the recipe has a place for this worker; roles that may come and go have any number.
 
     Raises:
         UsageError: no such role, or fewer workers of it.
@@ -94,6 +95,8 @@ def check_place(recipe: Recipe, role: str, index: int) -> None:
     workers = recipe.workers()
     if role not in ROLES:
         raise UsageError("ROLE", got=repr(role), expected=f"one of {', '.join(ROLES)}")
+    if role in ELASTIC and role in workers:
+        return
     if index >= workers.get(role, 0):
         known = f"0 to {workers[role] - 1}" if role in workers else "no worker of this role (kl_coef is 0)"
         raise UsageError(f"{role} --index", got=index, expected=known, remedy=f"Set placement.{role}.workers")

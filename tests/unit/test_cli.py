@@ -229,7 +229,7 @@ def test_no_server_on_the_machine_says_how_to_get_one(folder: Path, tmp_path: Pa
     ("words", "told"),
     [
         (["nobody", "b.yaml"], "expected one of prompts"),
-        (["rollout", "b.yaml", "--index", "1"], "placement.rollout.workers"),
+        (["actor", "b.yaml", "--index", "1"], "placement.actor.workers"),
         (["reference", "b.yaml"], "kl_coef"),
     ],
 )
