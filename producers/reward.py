@@ -3,6 +3,9 @@
 A row's reward is the sum of weight times value over the functions that gave it one, as in TRL: a function that
 returned None does not count for that row. Where no function gave a value there is *no verdict*: in `train` the row
 ends as `filtered(no_verdict)`; in `eval` it goes on with a null reward, and the evaluation counts it.
+
+An operator may change weights (`rlmq set reward.NAME.weight=W`); each counts for rows of a step and later ones, so
+that a row's reward depends on its step and not on when it was scored.
 """
 
 from __future__ import annotations
@@ -27,9 +30,44 @@ from rlmq.producers.process_runner import ProcessRewardRunner
 from rlmq.producers.reward_runner import RewardRow, RewardRunner
 
 _STAGE = "reward"
-_COLUMNS = ("response_text", "truncated", "prompt_text", "record")
+_COLUMNS = ("response_text", "truncated", "prompt_text", "record", "step")
 _EXTEND_EVERY_S = 5.0
+_TAG_CHARACTERS = 200  # most that the lineage keeps
+_STEPS_KNOWN = 100
 _REASONS_TOLD = 50  # distinct ones, so that a function with ever new messages does not fill the disk
+
+Weights = tuple[float, ...]
+"""One per reward function."""
+
+
+class StepWeights:
+    """Weights of the reward functions by the step of a row: the recipe's, or what an operator set from a step on.
+
+    Settings of a step are in the records before its rows are, so that they are read once for each new step.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._calls = context.calls
+        self._role = context.role
+        self._names = [f"reward.{name}.weight" for name in context.recipe.reward_names]
+        self.of_recipe: Weights = tuple(block.weight for block in context.recipe.reward)
+        self._known: dict[int, Weights] = {}
+
+    def of(self, step: int) -> Weights:
+        """Weights of the rows of this step, one per function."""
+        if step not in self._known:
+            if len(self._known) >= _STEPS_KNOWN:
+                self._known.clear()
+            desired = self._calls.wanted(self._role)
+            settings = desired.settings if desired is not None else {}
+            pairs = zip(self._names, self.of_recipe, strict=True)
+            self._known[step] = tuple(_at_step(settings.get(name, ()), step, weight) for name, weight in pairs)
+        return self._known[step]
+
+
+def _at_step(changes: Sequence[tuple[int, str]], step: int, weight: float) -> float:
+    """The newest value that counts for the step."""
+    return next((float(value) for first, value in reversed(changes) if first <= step), weight)
 
 
 class RewardRole(Role):
@@ -43,14 +81,14 @@ class RewardRole(Role):
         self._context = context
         self._store = store
         recipe = context.recipe
-        self._weights = [block.weight for block in recipe.reward]
+        self._weights = StepWeights(context)
         self._penalty = recipe.rollout.truncation_penalty if recipe.rollout.truncated == "penalise" else 0.0
         self._schema = arrow_schema(reward_columns(recipe.reward_names))
         # A generated chunk at once: fewer calls, and a function that compares samples sees whole groups.
         group, chunk = recipe.algorithm.group_size, recipe.rollout.batch_size_per_device
         self._max_rows = -(-max(chunk, recipe.stages.reward.min_batch) // group) * group
         hashes = [source_hash(block.function, context.recipe_folder) for block in recipe.reward]
-        self._facts = Facts(tag=f"config {recipe_hash(recipe)} functions {' '.join(hashes)}"[:200])
+        self._tag = f"config {recipe_hash(recipe)} functions {' '.join(hashes)}"
         self._claim: Claim | None = None
         self._extended_at = 0.0
         self._reasons: set[str] = set()
@@ -114,11 +152,12 @@ class RewardRole(Role):
                 self._tell(reason)
             parts.append(verdicts.values)
             self._extend(force=True)
+        weights = [self._weights.of(record["step"]) for record in records]
         totals = [
-            self._total([part[index] for part in parts], truncated=bool(record["truncated"]))
+            self._total(weights[index], [part[index] for part in parts], truncated=bool(record["truncated"]))
             for index, record in enumerate(records)
         ]
-        self._write(claim, totals, parts)
+        self._write(claim, totals, parts, Facts(tag=self._tag_with(weights)))
         self._context.progress()
         self._context.log.info(
             "reward.scored",
@@ -128,14 +167,22 @@ class RewardRole(Role):
             seconds=round(time.monotonic() - began, 3),
         )
 
-    def _total(self, values: Sequence[float | None], *, truncated: bool) -> float | None:
+    def _tag_with(self, weights: Sequence[Weights]) -> str:
+        """For the lineage: weights that an operator changed, the recipe's hash, the functions' hashes."""
+        changed = {one for one in weights if one != self._weights.of_recipe}
+        told = "".join(f"weights {' '.join(f'{weight:g}' for weight in one)} " for one in sorted(changed))
+        return (told + self._tag)[:_TAG_CHARACTERS]
+
+    def _total(self, weights: Weights, values: Sequence[float | None], *, truncated: bool) -> float | None:
         """The weighted sum over the functions that gave a value, less the penalty of a cut response."""
-        given = [w * v for w, v in zip(self._weights, values, strict=True) if v is not None]
+        given = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
         if not given:
             return None
         return sum(given) - (self._penalty if truncated else 0.0)
 
-    def _write(self, claim: Claim, totals: list[float | None], parts: list[list[float | None]]) -> None:
+    def _write(
+        self, claim: Claim, totals: list[float | None], parts: list[list[float | None]], facts: Facts
+    ) -> None:
         missing = [index for index, total in enumerate(totals) if total is None]
         if missing:
             self._failed_rows += len(missing)
@@ -146,7 +193,7 @@ class RewardRole(Role):
             # Before the others' columns, so that no stage ever sees such a row as scored.
             self._store.finish(claim, "filtered", "no_verdict", rows=missing)
         if claim.table != TRAIN or len(missing) < claim.count:
-            self._store.write(claim, batch, ack=True, facts=self._facts)
+            self._store.write(claim, batch, ack=True, facts=facts)
         ROWS_WRITTEN.labels(claim.table, _STAGE).inc(claim.count)
         ROWS_ACKED.labels(claim.table, _STAGE).inc(claim.count)
 

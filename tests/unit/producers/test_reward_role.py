@@ -18,8 +18,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from rlmq.buffer.redis_calls import RedisCalls
 from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.store import Claim, RowRange, Stage, Table
+from rlmq.common.calls import Desired
 from rlmq.common.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, arrow_schema, sample_columns
 from rlmq.common.errors import UsageError
 from rlmq.common.logs import configure
@@ -59,6 +61,7 @@ class Bench:
         self.puts = 0
         self.roles: list[RewardRole] = []
         self.stores: list[RedisStore] = []
+        self.calls = RedisCalls(redis_url, run_id="t")
 
     def open(self, *blocks: dict[str, Any], **rollout: Any) -> RewardRole:
         recipe = Recipe.model_validate(
@@ -97,7 +100,7 @@ class Bench:
             rank=0,
             world_size=1,
             incarnation=1,
-            calls=None,  # type: ignore[arg-type]  # a reward worker makes no calls
+            calls=self.calls,
             log=configure("reward", 0, stream=self.log),
             activity=lambda _: None,
             progress=self._progress,
@@ -112,10 +115,9 @@ class Bench:
     def _progress(self) -> None:
         self.progress += 1
 
-    def put(self, *texts: str, table: str = "train", truncated: bool = False, **fields: Any) -> None:
+    def put(self, *texts: str, table: str = "train", truncated: bool = False, step: int = 1, **fields: Any) -> None:
         """One chunk, generated: record n counts within the chunk."""
         self.puts += 1
-        step = 1
         prompts = [
             {
                 "sample_id": f"{table}-{step:06d}-{self.puts:04d}-{i:02d}",
@@ -157,6 +159,7 @@ class Bench:
             role.close()
         for store in self.stores:
             store.close()
+        self.calls.close()
 
 
 @pytest.fixture
@@ -363,6 +366,39 @@ def test_the_store_is_told_the_recipe_and_each_functions_source(bench: Bench) ->
     hashes = [hashlib.sha256((bench.folder / name).read_bytes()).hexdigest() for name in ("rewards.py", "other.py")]
     assert written.writer == "reward-0"
     assert written.tag == f"config {recipe_hash(bench.recipe)} functions {hashes[0][:16]} {hashes[1][:16]}"
+
+
+def test_a_weight_that_an_operator_set_counts_from_its_step_on(bench: Bench) -> None:
+    # given a weight that is 3 from step 5 on, and 4 from step 7 on
+    role = bench.open(block("length", weight=0.5), block("odd", weight=2.0))
+    settings = {"reward.length.weight": [(5, "3"), (7, "4.0")], "reward.gone.weight": [(1, "9")]}
+    bench.calls.want(Desired(role="reward", version=1, phase="run", settings=settings))
+    # when rows of several steps are scored, the later ones first
+    for step in (7, 6, 5, 4):
+        bench.put("aa", step=step)
+        assert role.work()
+    # then each has the weights of its step
+    assert bench.rewards() == [8.0, 6.0, 6.0, 1.0]
+    # and the lineage says which, where they are not the recipe's
+    chunks = [RowRange(f"prompts.{n}", 0, 1) for n in (1, 2, 3, 4)]
+    tags = [one.tag for one in bench.store.lineage("train", chunks) if "reward" in one.columns]
+    config = f"config {recipe_hash(bench.recipe)} functions "
+    assert [tag.partition(config)[0] for tag in tags] == ["weights 4 2 ", "weights 3 2 ", "weights 3 2 ", ""]
+
+
+def test_a_weight_set_while_the_worker_runs_is_seen_with_the_next_steps_rows(bench: Bench) -> None:
+    # given a worker that has scored rows of step 1, and then a setting from step 2 on that rang no bell
+    role = bench.open(block("length"))
+    bench.put("aa", step=1)
+    role.work()
+    changed = Desired(role="reward", version=1, phase="run", settings={"reward.length.weight": [(2, "5")]})
+    bench.calls.want(changed)
+    # when rows of both steps come
+    for step in (1, 2):
+        bench.put("aa", step=step)
+        role.work()
+    # then the step decides
+    assert bench.rewards() == [2.0, 2.0, 10.0]
 
 
 def test_wait_wakes_when_a_response_comes(bench: Bench) -> None:
