@@ -13,11 +13,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1
+_PASSES = 50  # some are born while others are killed; one that the kernel holds is left to it
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -52,7 +54,7 @@ def spawn(
     errors: IO[bytes] | int | None = subprocess.STDOUT,
     cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a child in a process group of its own that dies with the calling thread.
+    """Start a child in a session of its own that dies with the calling thread.
 
     stdin is /dev/null, stdout goes to `output`, stderr to `errors` (default: with stdout; None: the caller's).
     The terminal's Ctrl-C does not reach it.
@@ -64,7 +66,7 @@ def spawn(
         stdout=output,
         stderr=errors,
         cwd=cwd,
-        process_group=0,
+        start_new_session=True,
         preexec_fn=_child_setup(),  # noqa: PLW1509 - two system calls, prepared before the fork
     )
 
@@ -83,15 +85,39 @@ def signal_group(process_group: int, signum: int) -> bool:
 def reap(child: subprocess.Popen[bytes]) -> int | None:
     """The child's return code when it has ended, else None.
 
-    What is left of its process group (its own children) is killed first, while the pid cannot be reused.
+    What is left of its process group and session (its children, and theirs) is killed first, while the pid cannot
+    be reused.
     """
     if child.returncode is not None:
         return child.returncode
     with contextlib.suppress(ChildProcessError):
         if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             return None
-        signal_group(child.pid, signal.SIGKILL)
+        end_session(child.pid)
     return child.wait()
+
+
+def end_session(leader: int) -> None:
+    """SIGKILL the process group of this leader, and every process of its session, whatever group that made."""
+    signal_group(leader, signal.SIGKILL)
+    for _ in range(_PASSES):
+        members = _session_members(leader)
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not members:
+            return
+        time.sleep(0.002)
+
+
+def _session_members(session: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, of, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
+            if int(of) == session and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
 
 
 def describe_exit(returncode: int) -> str:

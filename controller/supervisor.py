@@ -7,8 +7,9 @@
     SIGTERM     SIGTERM: drains, ends     same                        same
     again       SIGKILL at once           SIGKILL                     SIGKILL
 
-The controller's exit code is the run's. A worker that ends otherwise than asked is judged by
-`restarts.judge`: started again within a budget, or the end of the run with its own error message.
+The controller's exit code is the run's; after SIGTERM it is 0 when everything was done in time. A worker that ends
+otherwise than asked is judged by `restarts.judge`: started again within a budget, or the end of the run with its
+own error message. One that the controller has lost (stopped, or cut off) is killed and started again.
 """
 
 from __future__ import annotations
@@ -17,24 +18,31 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from types import FrameType
 
+from rlmq.common.control import Death
 from rlmq.common.errors import ExitCode
-from rlmq.common.processes import describe_exit, last_lines, reap, signal_group, spawn
+from rlmq.common.processes import describe_exit, last_lines, reap
 from rlmq.common.run_folder import RunFolder
-from rlmq.controller import guard
 from rlmq.controller.commands import ProcessSpec
-from rlmq.controller.last_words import failure, indented, used_up
+from rlmq.controller.guard import Guard
+from rlmq.controller.history import History
+from rlmq.controller.last_words import failure, how, indented, used_up
 from rlmq.controller.restarts import RestartBudget, judge
 from rlmq.controller.server import Server, remove_socket_folder
+from rlmq.controller.supervised import Supervised
 
 _TICK_S = 0.25
+_LOOK_S = 1.0
+_LOOKS = 2
+"""So often in a row a member must be lost before its process is killed."""
+_LEFT_S = 3.0
+"""A worker that left by itself is started again after this, unless the run ends."""
+_SERVER_RETRY_S = 60.0
+"""So long the controller may wait for the server, and write no snapshot."""
 _SIGNAL_CODES = 128
 """Exit codes from here on mean that a signal asked for the end."""
 
@@ -43,11 +51,16 @@ _SIGNAL_CODES = 128
 class Patience:
     """How long the end of a run may take, in seconds from the order to stop."""
 
-    controller_s: float = 8.3
-    workers_s: float = 9.0
-    everything_s: float = 9.7
+    controller_s: float
+    workers_s: float
+    everything_s: float
     farewell_s: float = 5.0
     """For workers to end by themselves after a controller that ended by itself."""
+
+    @classmethod
+    def within(cls, drain_s: float) -> Patience:
+        """Everyone has `drain_s`; the controller, which waits for the workers, and the server a moment more."""
+        return cls(controller_s=drain_s + 0.3, workers_s=drain_s + 1.0, everything_s=drain_s + 1.7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +69,6 @@ class Outcome:
 
     exit_code: int
     message: str = ""
-
-
-@dataclass(slots=True)
-class Supervised:
-    """One process and its history."""
-
-    spec: ProcessSpec
-    log: Path
-    child: subprocess.Popen[bytes] | None = None
-    log_from_byte: int = 0
-    start_at_s: float | None = None
-    budget: RestartBudget = field(default_factory=RestartBudget)
-    starts: int = 0
 
 
 def _nothing(_: object = None) -> None:
@@ -85,6 +85,7 @@ class Supervisor:
         event: told one line about each restart and signal.
         tick: called about four times a second, on the calling thread.
         server_deadline_s: how long the server may take until it answers.
+        silence_s: after this, and the time in which a lost server is waited for, a silent controller is replaced.
         patience: limits on the end.
     """
 
@@ -97,23 +98,27 @@ class Supervisor:
         event: Callable[[str], None] = _nothing,
         tick: Callable[[], None] = _nothing,
         server_deadline_s: float = 60.0,
+        silence_s: float = 30.0,
         patience: Patience | None = None,
     ) -> None:
         self._run = run
-        self._all = [Supervised(spec, run.logs / f"{spec.name}.log") for spec in specs]
-        self._controller = next(p for p in self._all if p.spec.role == "controller")
+        self._specs = specs
+        self._history = History(run)
+        self._all: list[Supervised] = []
         self._server = server
         self._server_budget = RestartBudget()
         self._server_start_at_s: float | None = None
         self._server_deadline_s = server_deadline_s
         self._event = event
         self._tick = tick
-        self._patience = patience or Patience()
+        self._silence_s = silence_s
+        self._patience = patience or Patience.within(8.0)
         self._signals: list[int] = []
         self._stop_signal: int | None = None
         self._stop_at_s = 0.0
         self._failed: Outcome | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._looked_at_s = 0.0
+        self._lost: dict[int, int] = {}
 
     def run(self) -> Outcome:
         """Start everything, supervise until the run ends, end everything.
@@ -121,39 +126,30 @@ class Supervisor:
         Raises:
             RlmqError: the server could not be started; nothing is left running.
         """
-        with self._armed() as wake_fd:
+        self._guard = Guard(self._run.sockets)
+        with contextlib.closing(self._guard), self._armed() as wake_fd:
+            self._all = [Supervised(spec, self._run, self._history, self._guard) for spec in self._specs]
+            self._controller = next(p for p in self._all if p.spec.role == "controller")
             try:
-                self._start_guard()
-                outcome = self._start_all() or self._supervise(wake_fd)
+                self._start_all()
+                return self._supervise(wake_fd)
             except BaseException:
-                self._kill_all()
+                self._kill_all("the supervisor failed")
                 raise
-            finally:
-                self._end_guard()
-            return outcome
 
     def alive(self) -> dict[str, int]:
         """Names and pids of the processes that run now."""
-        return {p.spec.name: p.child.pid for p in self._all if p.child is not None}
+        return {p.name: p.pid for p in self._all if p.pid is not None}
 
-    def _start_all(self) -> Outcome | None:
+    def _start_all(self) -> None:
         self._run.logs.mkdir(parents=True, exist_ok=True)
         if self._server is not None:
-            self._watch_group(self._server.start().pid)
+            self._start_server(self._server)
             self._server.wait_ready(self._server_deadline_s, stop=lambda: bool(self._signals))
         for process in self._all:
             if self._signals:
                 break
-            self._start(process)
-        return None
-
-    def _start(self, process: Supervised) -> None:
-        process.start_at_s = None
-        process.starts += 1
-        with process.log.open("ab") as output:
-            process.log_from_byte = output.tell()
-            process.child = spawn(process.spec.argv, env=process.spec.full_environment(), output=output)
-        self._watch_group(process.child.pid)
+            process.start()
 
     def _supervise(self, wake_fd: int) -> Outcome:
         while True:
@@ -165,12 +161,14 @@ class Supervisor:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_fd, 4096)
 
+    # -- signals ---------------------------------------------------------------------------------------------
+
     def _follow_signals(self) -> Outcome | None:
         while self._signals:
             number = self._signals.pop(0)
             if self._stop_signal is not None:
                 self._event("stopping at once")
-                self._kill_all()
+                self._kill_all("a second signal")
                 return Outcome(128 + self._stop_signal)
             self._stop_signal, self._stop_at_s = number, time.monotonic()
             self._event(
@@ -178,101 +176,95 @@ class Supervisor:
             )
             if self._controller.child is None:
                 return self._end(Outcome(128 + number))
-            self._controller.child.send_signal(number)
+            self._controller.signal(number)
         return None
+
+    # -- ends ------------------------------------------------------------------------------------------------
 
     def _look_at_processes(self) -> Outcome | None:
         # The controller first: what the others do after its end is part of the end.
         for process in sorted(self._all, key=lambda p: p is not self._controller):
-            code = self._ended(process)
-            if code is None:
+            death = process.ended()
+            if death is None:
                 continue
             outcome = (
-                self._controller_ended(process, code)
+                self._controller_ended(process, death)
                 if process is self._controller
-                else self._worker_ended(process, code)
+                else self._worker_ended(process, death)
             )
             if outcome is not None:
                 return outcome
         return self._look_at_server()
 
-    def _ended(self, process: Supervised) -> int | None:
-        if process.child is None:
-            return None
-        code = reap(process.child)
-        if code is not None:
-            self._unwatch_group(process.child.pid)
-            process.child = None
-        return code
-
-    def _controller_ended(self, process: Supervised, code: int) -> Outcome | None:
+    def _controller_ended(self, process: Supervised, death: Death) -> Outcome | None:
+        code = _code(death)
         if self._failed is not None:
             return self._end(self._failed)
         if self._stop_signal is not None:
-            return self._end(self._as_asked(process, code, self._stop_signal))
+            return self._end(self._as_asked(process, death, self._stop_signal))
         verdict = judge(code, controller=True)
         if verdict == "restart":
-            return self._restart(process, code)
+            return self._restart(process, death)
         told = verdict == "fatal" and code < _SIGNAL_CODES
-        return self._end(Outcome(code, self._failure(process, code) if told else ""))
+        return self._end(Outcome(code, _failure(process, death) if told else ""))
 
-    def _as_asked(self, process: Supervised, code: int, number: int) -> Outcome:
-        """The end after a signal: 130 for Ctrl-C; after SIGTERM 0 when the run was finished, else 143."""
-        asked = 128 + number
+    def _as_asked(self, process: Supervised, death: Death, number: int) -> Outcome:
+        """The end after a signal: 130 for Ctrl-C; after SIGTERM 0 when all was done in time, else 143."""
+        asked, code = 128 + number, _code(death)
         if code < 0 or code >= _SIGNAL_CODES or code == ExitCode.RESTART:
             return Outcome(asked)
         if code == 0:
             return Outcome(asked if number == signal.SIGINT else 0)
-        return Outcome(code, self._failure(process, code))
+        return Outcome(code, _failure(process, death))
 
-    def _worker_ended(self, process: Supervised, code: int) -> Outcome | None:
+    def _worker_ended(self, process: Supervised, death: Death) -> Outcome | None:
         if self._stop_signal is not None or self._failed is not None:
             return None
-        match judge(code, controller=False):
+        match judge(_code(death), controller=False):
             case "finished":
+                process.left, process.start_at_s = True, time.monotonic() + _LEFT_S
                 return None
             case "restart":
-                return self._restart(process, code)
+                return self._restart(process, death)
             case _:
                 # The controller heard of it too: a moment for it to write the run's summary and end.
-                self._failed = Outcome(code, self._failure(process, code))
+                self._failed = Outcome(_code(death), _failure(process, death))
                 self._stop_at_s = time.monotonic()
                 return None
 
-    def _restart(self, process: Supervised, code: int) -> Outcome | None:
-        now = time.monotonic()
-        wait_s = process.budget.spend(now)
-        if wait_s is None:
-            exit_code = code if code > 0 else int(ExitCode.RESTART)
-            budget = process.budget
+    def _restart(self, process: Supervised, death: Death) -> Outcome | None:
+        budget = process.budget
+        if process.spend() is None:
+            code = _code(death)
             restarts = f"{budget.limit} restarts within {budget.window_s / 60:g} minutes"
-            spec = process.spec
-            words = used_up(spec.name, process.log, process.log_from_byte, code, spec.argv, restarts)
-            return self._end(Outcome(exit_code, words))
-        process.start_at_s = now + wait_s
-        used, limit = len(process.budget.spent), process.budget.limit
-        self._event(f"{process.spec.name} ended with {describe_exit(code)}; starting it again ({used} of {limit})")
+            words = used_up(death, process.log, process.spec.argv, restarts)
+            return self._end(Outcome(code if code > 0 else int(ExitCode.RESTART), words))
+        used = f"{len(budget.spent)} of {budget.limit}"
+        self._event(f"{process.name} ended with {how(death)}; starting it again ({used})")
         return None
 
     def _look_at_server(self) -> Outcome | None:
         server = self._server
         if server is None or server.child is None or self._stop_signal is not None or self._failed is not None:
             return None
-        code = reap(server.child)
+        pid, code = server.child.pid, reap(server.child)
         if code is None:
             return None
-        self._unwatch_group(server.child.pid)
+        self._guard.unwatch(pid)
         server.child = None
+        lines = last_lines(server.log, 5, from_byte=server.log_from)
+        death = self._history.write("redis-0", "ended", pid, exit_code=code, last_lines=lines)
         now = time.monotonic()
         wait_s = self._server_budget.spend(now)
         if wait_s is None:
-            tail = indented(last_lines(server.log, 5))
-            got = f"{describe_exit(code)} again and again; its last lines:\n{tail}\n"
+            got = f"{describe_exit(code)} again and again; its last lines:\n{indented(death.last_lines)}\n"
             message = f"Redis server: got {got}See {server.log}."
             return self._end(Outcome(int(ExitCode.DEPENDENCY), message))
         self._server_start_at_s = now + wait_s
         self._event(f"the Redis server ended with {describe_exit(code)}; starting it again")
         return None
+
+    # -- time ------------------------------------------------------------------------------------------------
 
     def _look_at_clock(self) -> Outcome | None:
         now = time.monotonic()
@@ -284,12 +276,44 @@ class Supervisor:
         if self._failed is not None:
             return self._end(self._failed) if now - self._stop_at_s >= self._patience.farewell_s else None
         if self._server is not None and self._server_start_at_s is not None and now >= self._server_start_at_s:
-            self._server_start_at_s = None
-            self._watch_group(self._server.start().pid)
+            self._start_server(self._server)
         for process in self._all:
             if process.start_at_s is not None and now >= process.start_at_s:
-                self._start(process)
+                self._start_again(process)
+        if now - self._looked_at_s >= _LOOK_S:
+            self._looked_at_s = now
+            self._history.look()
+            self._kill_silent()
         return None
+
+    def _start_again(self, process: Supervised) -> None:
+        if process.left and not self._history.goes_on:
+            process.start_at_s = None
+            return
+        spent, limit = len(process.budget.spent), process.budget.limit
+        process.start("it had left" if process.left else f"restart {spent} of {limit}")
+
+    def _start_server(self, server: Server) -> None:
+        self._server_start_at_s = None
+        pid = server.start().pid
+        self._guard.watch(pid)
+        self._history.write("redis-0", "started", pid)
+
+    def _kill_silent(self) -> None:
+        """So that they are started again: workers that the controller has lost, and a controller without a word."""
+        controller = self._controller
+        if controller.pid is None:
+            return
+        lost = {member.pid: member.silent_s for member in self._history.lost(controller.pid)}
+        self._lost = {pid: self._lost.get(pid, 0) + 1 for pid in lost}
+        for process in self._all:
+            if process.pid is not None and self._lost.get(process.pid, 0) >= _LOOKS:
+                process.kill(f"silent for {lost[process.pid]:.0f} s")
+        silent_s = min(controller.age_s, self._history.silent_s)
+        if silent_s > self._silence_s + _SERVER_RETRY_S:
+            controller.kill(f"no snapshot for {silent_s:.0f} s")
+
+    # -- the end ---------------------------------------------------------------------------------------------
 
     def _end(self, outcome: Outcome) -> Outcome:
         """End what still runs: workers first ask themselves to, then SIGTERM, then SIGKILL; the server last."""
@@ -299,45 +323,41 @@ class Supervisor:
         grace_s = self._patience.farewell_s if by_itself else 0.0
         began += grace_s
         self._wait_for_end(now + grace_s)
-        self._signal_all(signal.SIGTERM)
+        for process in self._all:
+            process.signal(signal.SIGTERM)
         self._wait_for_end(began + self._patience.workers_s)
-        self._kill_workers()
-        if self._server is not None:
-            self._server.stop(max(0.1, began + self._patience.everything_s - time.monotonic()))
-        remove_socket_folder(self._run)
+        self._kill_processes("did not end in time")
+        self._stop_server(max(0.1, began + self._patience.everything_s - time.monotonic()))
         return outcome
 
     def _wait_for_end(self, until_s: float) -> None:
         while time.monotonic() < until_s:
-            if not any(self._ended(p) is None and p.child is not None for p in self._all):
+            for process in self._all:
+                process.ended()
+            if not self.alive():
                 return
             if self._signals and self._stop_signal is not None:  # a second one: at once
                 return
             self._tick()
             time.sleep(0.02)
 
-    def _signal_all(self, number: int) -> None:
-        for process in self._all:
-            if process.child is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.child.send_signal(number)
+    def _kill_all(self, why: str) -> None:
+        self._kill_processes(why)
+        self._stop_server(0.5)
 
-    def _kill_workers(self) -> None:
+    def _kill_processes(self, why: str) -> None:
         for process in self._all:
-            if process.child is not None:
-                signal_group(process.child.pid, signal.SIGKILL)
-                process.child.wait()
-                self._unwatch_group(process.child.pid)
-                process.child = None
+            process.kill(why)
+        for process in self._all:
+            process.ended(wait=True)
 
-    def _kill_all(self) -> None:
-        self._kill_workers()
-        if self._server is not None:
-            self._server.stop(0.5)
+    def _stop_server(self, within_s: float) -> None:
+        server = self._server
+        if server is not None and server.child is not None:
+            child = server.child
+            server.stop(within_s)
+            self._history.write("redis-0", "ended", child.pid, exit_code=child.returncode, why="the run ended")
         remove_socket_folder(self._run)
-
-    def _failure(self, process: Supervised, code: int) -> str:
-        return failure(process.spec.name, process.log, process.log_from_byte, code)
 
     @contextlib.contextmanager
     def _armed(self) -> Iterator[int]:
@@ -361,36 +381,14 @@ class Supervisor:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    def _start_guard(self) -> None:
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(guard.__file__), str(self._run.sockets)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            process_group=0,
-        )
-
-    def _tell_guard(self, word: str) -> None:
-        if self._guard is not None and self._guard.stdin is not None:
-            with contextlib.suppress(OSError):  # without its guard the run goes on
-                self._guard.stdin.write(f"{word}\n".encode())
-                self._guard.stdin.flush()
-
-    def _watch_group(self, group: int) -> None:
-        self._tell_guard(f"+{group}")
-
-    def _unwatch_group(self, group: int) -> None:
-        self._tell_guard(f"-{group}")
-
-    def _end_guard(self) -> None:
-        if self._guard is not None:
-            self._tell_guard("done")
-            if self._guard.stdin is not None:
-                with contextlib.suppress(OSError):
-                    self._guard.stdin.close()
-            self._guard.wait()
-            self._guard = None
-
 
 def _on_child(_number: int, _frame: FrameType | None) -> None:
     """Only wakes the loop."""
+
+
+def _code(death: Death) -> int:
+    return death.exit_code or 0
+
+
+def _failure(process: Supervised, death: Death) -> str:
+    return failure(death, process.log, process.log_from_byte)

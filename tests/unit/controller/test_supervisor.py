@@ -132,12 +132,12 @@ def test_a_killed_controller_is_started_again(run: RunFolder, tmp_path: Path) ->
 
 def test_a_used_up_budget_ends_the_run_with_the_workers_last_words(run: RunFolder) -> None:
     code = "import os, signal\nprint('about to crash', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)"
-    specs = program("controller", SLEEPS), program("rollout", code)
-    supervisor = Supervisor(run, specs, patience=PATIENCE)
-    for process in supervisor._all:
-        process.budget.limit = 2
 
-    outcome = supervisor.run()
+    def limit(supervisor: Supervisor) -> None:
+        for process in supervisor._all:
+            process.budget.limit = 2
+
+    outcome, _ = supervise(run, program("controller", SLEEPS), program("rollout", code), tick=limit)
 
     assert outcome.exit_code == 75
     for part in ("rollout-0", "signal 11 (SIGSEGV)", "after 2 restarts", "about to crash", sys.executable):
