@@ -78,6 +78,20 @@ WEIGHT_SYNC_SECONDS = Histogram(
 WEIGHT_SYNC_BYTES = Counter(
     "rlmq_weight_sync_bytes_total", "Bytes of weights sent or received.", ["direction"], registry=REGISTRY
 )
+CHECKPOINT_SECONDS = Histogram(
+    "rlmq_checkpoint_seconds",
+    "Seconds from the beginning of a checkpoint to its rename; training goes on meanwhile.",
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+CHECKPOINT_BLOCKED_SECONDS = Counter(
+    "rlmq_checkpoint_blocked_seconds_total",
+    "Seconds that the trainer waited for checkpoints and the batch log.",
+    registry=REGISTRY,
+)
+CHECKPOINT_FAILURES = Counter(
+    "rlmq_checkpoint_failures_total", "Checkpoints that could not be written.", registry=REGISTRY
+)
 BUFFER_ROWS = Gauge(
     "rlmq_buffer_rows",
     "Rows by table, stage and state (ready, leased, acked), as the store counts them.",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,17 +21,26 @@ from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
 from rlmq.common.engines.micro_batches import build_micro_batch
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import MicroBatch, StepStats
-from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, RlmqError, UsageError
+from rlmq.common.errors import DeadlineExceeded, DependencyError, Fenced, IntegrityError, RlmqError, UsageError
 from rlmq.common.gloo import GlooTransport
-from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
+from rlmq.common.metrics import (
+    CHECKPOINT_BLOCKED_SECONDS,
+    CHECKPOINT_FAILURES,
+    CHECKPOINT_SECONDS,
+    POLICY_VERSION,
+    WEIGHT_SYNC_BYTES,
+    WEIGHT_SYNC_SECONDS,
+)
 from rlmq.common.models import load_model, load_tokenizer, pad_id, resolve_model
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.weights import Rendezvous, WeightManifest
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.consumers.batch import Batch, batch_columns, plan_step, read_batch
+from rlmq.consumers.checkpoint_writer import CheckpointWriter, Tensors
 from rlmq.consumers.file_checkpoints import FileCheckpoints
 from rlmq.consumers.mesh import meet
+from rlmq.consumers.tensor_files import without_aliases
 
 _NO_ENTRY = b""
 
@@ -59,9 +70,12 @@ class ActorRole:
             timeout_s=recipe.deadlines.sync_s,
         )
         self._transport = GlooTransport(timeout_s=recipe.deadlines.sync_s)
+        self._writer = CheckpointWriter()
         self._trained = 0
-        self._saved = 0
+        self._durable = 0
         self._whole = True  # false in the middle of a step that has several updates
+        self._protect: frozenset[int] | None = None
+        self._waits: dict[str, Any] = _no_waits()
         self._metrics: dict[str, Any] = {}
         self._engine = self._restore()
 
@@ -76,7 +90,7 @@ class ActorRole:
         if newest is not None:
             path, manifest = newest
             engine.load_state(self._checkpoints.optimizer_state(path))
-            self._trained = self._saved = manifest.step
+            self._trained = self._durable = manifest.step
             self._context.log.info("restored", checkpoint=str(path), step=manifest.step)
         return engine
 
@@ -96,22 +110,28 @@ class ActorRole:
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until a call comes."""
         self._context.waits("a call")
+        self._settle()
+        if self._writer.busy:
+            self._context.activity("checkpointing")
         self._store.wait([], timeout_s=timeout_s, wake_fd=wake_fd)
 
     def close(self) -> None:
         """Save what was trained since the last checkpoint."""
-        if self._whole and self._trained > self._saved:
-            self._save(self._trained, protect=frozenset())
+        self._settle(wait=True)
+        if self._whole and self._trained > self._durable:
+            self._save()
 
     # -- training ------------------------------------------------------------------------------------------
 
     def _train(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Train one step: redo it if it is in the log, else claim its batch, log it, and train."""
         step = int(args["step"])
+        self._settle()
         self._catch_up(step - 1)
         if self._trained < step:
             self._advance(step)
-        return self._metrics
+        waits, self._waits = self._waits, _no_waits()
+        return self._metrics | waits
 
     def _catch_up(self, step: int) -> None:
         """Redo logged steps up to `step`."""
@@ -166,7 +186,8 @@ class ActorRole:
             algorithm=self._algorithm,
             world_size=self._mesh.size,
         )
-        self._log.append(entry)
+        with self._waiting():
+            self._log.append(entry)
         try:
             self._store.write(claim, batch.advantage_column())
             self._store.finish(claim, "trained", step=step)
@@ -251,6 +272,8 @@ class ActorRole:
                 raise_if_stopping(self._context)
                 sums.append(self._engine.accumulate(micro, self._algorithm.loss))
                 self._context.progress()
+            with self._waiting():
+                self._writer.before_change()
             self._whole = False
             stats.append(self._engine.step(update.denominators))
             everyone = self._mesh.gather(msgspec.msgpack.encode(merge_sums(sums)))
@@ -314,31 +337,88 @@ class ActorRole:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def _checkpoint(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        step = int(args["step"])
-        self._catch_up(step)
-        if step > self._saved:
-            self._save(step, protect=frozenset(args["protect"]))
-        return {"step": self._saved}
+        """Begin to write a checkpoint; with `wait` (the run's last one) it is there afterwards.
 
-    def _save(self, step: int, *, protect: frozenset[int]) -> None:
-        """Replicas are equal: rank 0 writes."""
-        since, self._saved = self._saved, step
+        Replicas are equal: rank 0 writes. One that fails is told, and made up for by the next one.
+        """
+        self._catch_up(int(args["step"]))
+        if self._context.rank != 0:
+            return {}
+        self._context.activity("checkpointing")
+        self._protect = frozenset(args["protect"])
+        with self._waiting():
+            self._settle(wait=True)
+            if self._trained > self._durable:
+                if args.get("wait"):
+                    self._save()
+                else:
+                    self._begin_save()
+        return {"step": self._trained, **self._waits}
+
+    def _begin_save(self) -> None:
+        step, save = self._trained, self._saving()
+        self._writer.begin(step, without_aliases(self._engine.shards()), self._engine.state(), save)
+
+    def _save(self) -> None:
+        """Write a checkpoint of what is trained, without a copy."""
         if self._context.rank != 0:
             return
         self._context.activity("checkpointing")
-        rows = tuple(row for e in self._log.entries(since) if e.step <= step for row in e.rows)
-        path = self._checkpoints.save(
+        began, step = time.monotonic(), self._trained
+        self._saving()(dict(self._engine.shards()), self._engine.state())
+        self._committed(step, time.monotonic() - began)
+
+    def _saving(self) -> Callable[[Tensors, Tensors], object]:
+        """What writes the checkpoint of this step, from weights and optimizer state."""
+        step = self._trained
+        return partial(
+            self._checkpoints.save,
             step,
-            model=self._engine.model,
             model_folder=self._model_folder,
-            optimizer_state=self._engine.state(),
-            rows=rows,
+            rows=tuple(row for e in self._log.entries(self._durable) if e.step <= step for row in e.rows),
             world_size=self._mesh.size,
             recipe_hash=recipe_hash(self._recipe),
         )
-        self._checkpoints.prune(self._recipe.checkpoint.keep, protect)
+
+    def _settle(self, *, wait: bool = False) -> None:
+        """See what became of the checkpoint that was being written."""
+        written = self._writer.finished(wait=wait)
+        if written is None:
+            return
+        if written.error is None:
+            self._committed(written.step, written.write_s)
+        elif isinstance(written.error, DependencyError):
+            CHECKPOINT_FAILURES.inc()
+            self._waits["checkpoint_failed"] = str(written.error)
+            self._context.log.error("checkpoint failed", step=written.step, error=str(written.error))
+        else:
+            raise written.error
+
+    def _committed(self, step: int, write_s: float) -> None:
+        """The rename has made it a checkpoint: let go of what it covers."""
+        self._durable = step
+        self._waits["checkpoint_s"] = round(self._waits["checkpoint_s"] + write_s, 4)
+        CHECKPOINT_SECONDS.observe(write_s)
         self._store.advance(step)
-        self._context.log.info("checkpoint", step=step, path=str(path))
+        if self._protect is not None:
+            self._checkpoints.prune(self._recipe.checkpoint.keep, self._protect)
+        path = str(self._checkpoints.path(step))
+        self._context.log.info("checkpoint", step=step, path=path, seconds=round(write_s, 3))
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """The trainer waits for a disk in here."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            CHECKPOINT_BLOCKED_SECONDS.inc(seconds)
+            self._waits["checkpoint_blocked_s"] = round(self._waits["checkpoint_blocked_s"] + seconds, 4)
+
+
+def _no_waits() -> dict[str, Any]:
+    return {"checkpoint_blocked_s": 0.0, "checkpoint_s": 0.0}
 
 
 def _ranges(entry: BatchEntry) -> list[RowRange]:

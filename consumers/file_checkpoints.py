@@ -2,18 +2,21 @@
 
 A checkpoint is written to a hidden folder beside the others, forced to disk, and becomes one by a single
 rename. Its manifest holds a SHA-256 per file; what does not match was never a checkpoint.
+
+Who reads one holds a shared `flock` on its manifest (`reading`); a checkpoint that is read is not removed.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +25,10 @@ import structlog
 
 from rlmq.common.errors import DependencyError, IntegrityError, UsageError
 from rlmq.consumers.checkpoint import CheckpointManifest
+from rlmq.consumers.tensor_files import without_aliases, write_file, write_tensors
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 _log = structlog.get_logger(__name__)
 _NAME = re.compile(r"step-(\d{6,})")
@@ -52,10 +55,10 @@ class FileCheckpoints:
     def save(
         self,
         step: int,
-        *,
-        model: nn.Module,
-        model_folder: str | Path,
+        weights: Mapping[str, torch.Tensor],
         optimizer_state: Mapping[str, torch.Tensor],
+        *,
+        model_folder: str | Path,
         rows: Sequence[str] = (),
         world_size: int = 1,
         recipe_hash: str = "",
@@ -64,9 +67,9 @@ class FileCheckpoints:
 
         Args:
             step: the last trained step, which is also the policy version.
-            model: its `state_dict` is saved; tied aliases (the same memory) are stored once.
-            model_folder: the model that training began with; its configuration and tokenizer are copied.
+            weights: by name; tied aliases (the same memory) are stored once.
             optimizer_state: `TrainingEngine.state()`.
+            model_folder: the model that training began with; its configuration and tokenizer are copied.
             rows: ids of the samples trained on since the last checkpoint.
             world_size: trainer ranks.
             recipe_hash: of the recipe that trained.
@@ -78,18 +81,15 @@ class FileCheckpoints:
         unfinished = self._folder / f".{final.name}.{os.getpid()}.part"
         with _telling_disk_errors(final):
             try:
-                self._folder.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir()
-                weights = _without_aliases(model.state_dict().items())
-                dtypes = _write_tensors(unfinished, _WEIGHTS, weights, self._max_file_bytes)
-                _write_tensors(unfinished, _OPTIMIZER, optimizer_state.items(), self._max_file_bytes)
-                _copy_model_files(Path(model_folder), unfinished, dtypes)
-                files = {p.name: _sha256(p) for p in sorted(unfinished.iterdir())}
+                unfinished.mkdir(parents=True)
+                files = _copy_model_files(Path(model_folder), unfinished, weights)
+                own = without_aliases(weights.items())
+                files |= write_tensors(unfinished, _WEIGHTS, own, self._max_file_bytes)
+                files |= write_tensors(unfinished, _OPTIMIZER, optimizer_state, self._max_file_bytes)
                 manifest = CheckpointManifest(step, step, tuple(rows), world_size, files, recipe_hash)
-                (unfinished / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-                for path in (*unfinished.iterdir(), unfinished):
-                    _sync(path)
+                write_file(unfinished / _MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest))])
+                _sync(unfinished)
                 self._put_in_place(unfinished, final)
             except BaseException:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -160,15 +160,47 @@ class FileCheckpoints:
         """
         if keep < 1:
             raise UsageError("checkpoint.keep", got=keep, expected="at least 1")
-        candidates = [step for step in self.steps() if step not in protect]
-        removed = [step for step in self.steps()[:-keep] if step in candidates]
-        for step in removed:
-            # Renamed first: a removal that is interrupted must not leave something that looks damaged.
-            gone = self._folder / f".{self.path(step).name}.{os.getpid()}.old"
-            self.path(step).rename(gone)
+        removed = [step for step in self.steps()[:-keep] if step not in protect and self._remove(step)]
         for leftover in (*self._folder.glob(".step-*.old"), *self._folder.glob(".step-*.part")):
             shutil.rmtree(leftover, ignore_errors=True)
         return removed
+
+    def _remove(self, step: int) -> bool:
+        """Move a checkpoint out of sight, to be deleted; False while somebody reads it."""
+        path = self.path(step)
+        with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as free:
+            if free:
+                # Renamed first: a removal that is interrupted must not leave something that looks damaged.
+                path.rename(self._folder / f".{path.name}.{os.getpid()}.old")
+        return free
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[bool]:
+    """Keep a checkpoint from being removed while it is read; False when it is gone or has no manifest.
+
+    Any process may do the same: a shared `flock` on its `manifest.json`.
+    """
+    with _locked(path, fcntl.LOCK_SH) as held:
+        yield held and path.is_dir()
+
+
+@contextmanager
+def _locked(path: Path, kind: int) -> Iterator[bool]:
+    """Hold a lock on the manifest; a checkpoint without one is nobody's. False: another has the lock."""
+    try:
+        descriptor = os.open(path / _MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield bool(kind & fcntl.LOCK_EX)
+        return
+    try:
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, kind)
+            yield True
+            return
+        yield False
+    finally:
+        os.close(descriptor)
 
 
 def _read_manifest(path: Path) -> CheckpointManifest:
@@ -200,65 +232,30 @@ def _telling_disk_errors(subject: Path) -> Iterator[None]:
         ) from error
 
 
-def _without_aliases(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
-    for name, tensor in tensors:
-        memory = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
-        if tensor.numel() and memory in seen:
-            continue
-        seen.add(memory)
-        yield name, tensor
-
-
-def _write_tensors(
-    folder: Path, stem: str, tensors: Iterable[tuple[str, torch.Tensor]], max_file_bytes: int
-) -> set[str]:
-    """Safetensors files in transformers' naming; returns the float types that were written."""
-    parts: list[dict[str, torch.Tensor]] = [{}]
-    room = max_file_bytes
-    for name, tensor in tensors:
-        if parts[-1] and tensor.nbytes > room:
-            parts.append({})
-            room = max_file_bytes
-        parts[-1][name] = tensor.detach().cpu().contiguous()
-        room -= tensor.nbytes
-    place: dict[str, str] = {}
-    for number, part in enumerate(parts, start=1):
-        many = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
-        _save_file(part, folder / f"{stem}{many}.safetensors")
-        place |= dict.fromkeys(part, f"{stem}{many}.safetensors")
-    if len(parts) > 1:
-        total = sum(t.nbytes for part in parts for t in part.values())
-        index = {"metadata": {"total_size": total}, "weight_map": place}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    return {str(t.dtype).removeprefix("torch.") for part in parts for t in part.values() if t.is_floating_point()}
-
-
-def _save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        # The library tells errors of the system as text only.
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
-
-
-def _copy_model_files(source: Path, target: Path, dtypes: set[str]) -> None:
+def _copy_model_files(source: Path, target: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Configuration and tokenizer; the configuration tells the type of the weights. Returns the files' SHA-256."""
+    hashes = {}
     for pattern in _COPIED:
         for path in sorted(source.glob(pattern)):
-            if not any(path.match(skipped) for skipped in _NOT_COPIED):
-                shutil.copyfile(path, target / path.name)
-    config = target / "config.json"
-    if not config.exists():
+            if any(path.match(skipped) for skipped in _NOT_COPIED):
+                continue
+            content = path.read_bytes()
+            if path.name == "config.json":
+                content = _with_dtype(content, weights)
+            hashes[path.name] = write_file(target / path.name, [content])
+    if "config.json" not in hashes:
         raise UsageError(f"model folder {source}", expected="a config.json in it")
-    if len(dtypes) == 1:
-        told = json.loads(config.read_text())
-        told.pop("torch_dtype", None)
-        told["dtype"] = dtypes.pop()
-        config.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+    return hashes
+
+
+def _with_dtype(config: bytes, weights: Mapping[str, torch.Tensor]) -> bytes:
+    dtypes = {str(t.dtype).removeprefix("torch.") for t in weights.values() if t.is_floating_point()}
+    if len(dtypes) != 1:
+        return config
+    told = json.loads(config)
+    told.pop("torch_dtype", None)
+    told["dtype"] = dtypes.pop()
+    return (json.dumps(told, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _sha256(path: Path) -> str:

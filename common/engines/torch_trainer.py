@@ -200,7 +200,7 @@ class TorchEngine:
         for name, master in zip(self._names, self._masters, strict=True):
             own = self._optimizer.state.get(master, {})
             for moment in ("exp_avg", "exp_avg_sq"):
-                named[f"{moment}.{name}"] = own.get(moment, torch.zeros_like(master))
+                named[f"{moment}.{name}"] = own[moment] if moment in own else torch.zeros_like(master)
             if self._low_precision:
                 named[f"master.{name}"] = master.detach()
         return named

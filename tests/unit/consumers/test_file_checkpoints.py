@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.errors import DependencyError, IntegrityError, UsageError
 from rlmq.common.recipe.schema import TrainBlock
-from rlmq.consumers.file_checkpoints import FileCheckpoints
+from rlmq.consumers.file_checkpoints import FileCheckpoints, reading
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def trained(model_folder: Path, dtype: str = "float32") -> TorchEngine:
 def save(checkpoints: FileCheckpoints, step: int, engine: TorchEngine, model_folder: Path) -> Path:
     return checkpoints.save(
         step,
-        model=engine.model,
+        weights=dict(engine.shards()),
         model_folder=model_folder,
         optimizer_state=engine.state(),
         rows=(f"train-{step:06d}-0000-00",),
@@ -171,7 +171,7 @@ def test_a_killed_save_leaves_nothing_that_counts(model_folder: Path, tmp_path: 
         "import torch\n"
         "from rlmq.consumers import file_checkpoints as f\n"
         "f.FileCheckpoints._put_in_place = lambda *a: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "f.FileCheckpoints(Path(sys.argv[1])).save(2, model=torch.nn.Linear(2, 2), model_folder=sys.argv[2],\n"
+        "f.FileCheckpoints(Path(sys.argv[1])).save(2, weights={}, model_folder=sys.argv[2],\n"
         "    optimizer_state={'step': torch.tensor(1)})\n"
     )
     done = subprocess.run(
@@ -237,9 +237,7 @@ def test_a_model_folder_without_configuration_is_refused(tmp_path: Path) -> None
     (tmp_path / "model").mkdir()
 
     with pytest.raises(UsageError, match="config"):
-        FileCheckpoints(tmp_path / "c").save(
-            1, model=torch.nn.Linear(2, 2), model_folder=tmp_path / "model", optimizer_state={}
-        )
+        FileCheckpoints(tmp_path / "c").save(1, weights={}, model_folder=tmp_path / "model", optimizer_state={})
 
     assert list((tmp_path / "c").iterdir()) == []
 
@@ -253,3 +251,34 @@ def test_the_recorded_type_replaces_an_older_spelling(model_folder: Path, tmp_pa
 
     told = json.loads((path / "config.json").read_text())
     assert told["dtype"] == "bfloat16" and "torch_dtype" not in told
+
+
+def test_a_checkpoint_that_somebody_reads_is_removed_later(model_folder: Path, tmp_path: Path) -> None:
+    # given three checkpoints, the oldest of which a script of the user reads
+    checkpoints, engine = FileCheckpoints(tmp_path / "c"), trained(model_folder)
+    paths = [save(checkpoints, step, engine, model_folder) for step in (1, 2, 3)]
+    code = (
+        "import fcntl, sys\n"
+        "with open(sys.argv[1]) as file:\n"
+        "    fcntl.flock(file, fcntl.LOCK_SH)\n"
+        "    print('reads', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    reader = subprocess.Popen(
+        [sys.executable, "-c", code, str(paths[0] / "manifest.json")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert reader.stdout is not None and reader.stdout.readline() == "reads\n"
+    # when old ones are removed, then that one stays
+    with reading(paths[1]) as held:
+        assert held
+        assert checkpoints.prune(1) == []
+    assert checkpoints.prune(1) == [2]
+    assert checkpoints.steps() == [1, 3]
+    # when nobody reads it any more, then it goes
+    reader.communicate(timeout=30)
+    assert checkpoints.prune(1) == [1]
+    with reading(paths[0]) as held:
+        assert not held
