@@ -14,7 +14,10 @@
      |    +-- ControlLoopDiverged        another call under a known id
      +-- RestartRequired             75  the supervisor starts the process again
      +-- Interrupted                130  Ctrl-C: what was trained is saved
-     +-- Terminated                 143  SIGTERM
+     +-- Terminated                 143  SIGTERM, and not everything was done in time
+
+After SIGTERM a process exits with 0 when all of it was done within `deadlines.drain_s`: work in hand finished or
+given back, what was trained saved, goodbye said. The same command goes on then, as after 130 and 143.
 """
 
 from __future__ import annotations

@@ -26,8 +26,6 @@ from rlmq.controller.trackers import Trackers
 _PROGRESS_PERIOD_S = 0.5
 _GATHER_S = 3.0
 """How long those that are not needed for the start are waited for, so that weights go to all of them at once."""
-_LEAVE_S = 8.0
-"""Workers that have not left this long after a stop are left to the supervisor."""
 
 
 class Controller:
@@ -81,7 +79,8 @@ class Controller:
             except RlmqError as error:
                 failure = error
                 self._log.error("ended", exit_code=int(error.exit_code), error=str(error))
-            self._end(dispatch, steering, int(failure.exit_code) if failure else ExitCode.OK)
+            if self._end(dispatch, steering, failure):
+                failure = None
         except Fenced:
             raise
         except RlmqError as error:
@@ -104,12 +103,18 @@ class Controller:
             call_id = f"end/{dispatch.epoch}/recorder.{method}"
             dispatch.call(call_id, "recorder", method, {}, deadline_s=self._recipe.deadlines.step_s)
 
-    def _end(self, dispatch: Dispatch, steering: RunSteering, code: int) -> None:
+    def _end(self, dispatch: Dispatch, steering: RunSteering, failure: RlmqError | None) -> bool:
+        """Dismiss the workers and tell how the run ended; whether it was asked to stop and did all that in time.
+
+        The summary has the reason then; such a run goes on with the same command, although its exit code is 0.
+        """
+        code = int(failure.exit_code) if failure else int(ExitCode.OK)
         drained = dispatch.state.phase == "drain"
-        dispatch.dismiss(code, _LEAVE_S)
+        in_time = dispatch.dismiss(code, self._recipe.deadlines.drain_s) and isinstance(failure, Terminated)
         self._write_summary(steering, code, drained=drained)
         self._write_progress(dispatch, force=True)
-        dispatch.show(ended=code)
+        dispatch.show(ended=0 if in_time else code)
+        return in_time
 
     def _await_workers(self, dispatch: Dispatch) -> None:
         """Wait for the quorum of every role, and a moment for the others."""

@@ -383,8 +383,8 @@ class Dispatch:
         self._stop_error = error
         self.bus.wake.set()
 
-    def dismiss(self, exit_code: int, timeout_s: float) -> None:
-        """Tell every worker to stop and wait until they have left."""
+    def dismiss(self, exit_code: int, timeout_s: float) -> bool:
+        """Tell every worker to stop and wait until they have left; whether each did so with everything done."""
         self._stop_error = None
         self._feed(events.Ended(at=self.now(), exit_code=exit_code))
         deadline = time.monotonic() + timeout_s
@@ -393,6 +393,7 @@ class Dispatch:
             self.sleep(0.1)
         for member in plan.present(self.state):
             self._log.warning("did not leave", worker=member.name, activity=member.activity)
+        return all(member.gone and member.exit_code == 0 for member in self.state.members.values())
 
     def close(self) -> None:
         """Close the sockets and the log."""

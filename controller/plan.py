@@ -69,7 +69,7 @@ _replace = msgspec.structs.replace
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process: `gone` after its goodbye, `lost` when it was silent for too long."""
+    """One worker process: `gone` after its goodbye, with `exit_code`; `lost` when it was silent for too long."""
 
     role: str
     rank: int
@@ -79,6 +79,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     serving: int = -1
     call: str = ""
     gone: bool = False
+    exit_code: int = 0
     lost: bool = False
 
     @property
@@ -219,7 +220,9 @@ def _left(state: State, event: Left) -> Advanced:
     known = state.members.get((event.role, event.rank))
     if known is not None and (event.incarnation < known.incarnation or known.gone):
         return state, ()
-    gone = Worker(role=event.role, rank=event.rank, incarnation=event.incarnation, gone=True)
+    gone = Worker(
+        role=event.role, rank=event.rank, incarnation=event.incarnation, gone=True, exit_code=event.exit_code
+    )
     state = _with_member(state, gone)
     commands = tuple(_releases(state, event.at))
     if event.fatal and state.phase != "stop":

@@ -21,7 +21,7 @@ from rlmq.controller.commands import ProcessSpec, process_specs, threads
 from rlmq.controller.display import Display, print_summary
 from rlmq.controller.runs import OpenedRun, name_lock, next_run, open_run, read_summary
 from rlmq.controller.server import Server, check_url, find_binary
-from rlmq.controller.supervisor import Outcome, Supervisor
+from rlmq.controller.supervisor import Outcome, Patience, Supervisor
 
 _CHECK_S = 900.0
 
@@ -61,7 +61,7 @@ def _run(loaded: LoadedRecipe, *, fresh: bool) -> int:
         print_summary(opened.run, summary, console)
     if outcome.message:
         print(f"error: {outcome.message}", file=sys.stderr, flush=True)
-    elif outcome.exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+    elif {outcome.exit_code, summary.get("exit")} & {ExitCode.INTERRUPTED, ExitCode.TERMINATED}:
         console.print("Stopped; the same command goes on.", highlight=False)
     return outcome.exit_code
 
@@ -75,6 +75,8 @@ def _supervise(loaded: LoadedRecipe, run: RunFolder, server: Server | None, cons
         event=display.event,
         tick=display.tick,
         server_deadline_s=loaded.recipe.deadlines.start_s,
+        silence_s=loaded.recipe.deadlines.silence_s,
+        patience=Patience.within(loaded.recipe.deadlines.drain_s),
     )
     try:
         return supervisor.run()
