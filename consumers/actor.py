@@ -95,12 +95,13 @@ class ActorRole:
         return engine
 
     def handlers(self) -> Mapping[str, CallHandler]:
-        """`train`, `offer`, `send_weights`, `checkpoint`."""
+        """`train`, `offer`, `send_weights`, `checkpoint`, `settle`."""
         return {
             "train": self._train,
             "offer": self._offer,
             "send_weights": self._send_weights,
             "checkpoint": self._checkpoint,
+            "settle": self._finish,
         }
 
     def work(self) -> bool:
@@ -337,9 +338,9 @@ class ActorRole:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def _checkpoint(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin to write a checkpoint; with `wait` (the run's last one) it is there afterwards.
+        """Begin to write a checkpoint. Replicas are equal: rank 0 writes.
 
-        Replicas are equal: rank 0 writes. One that fails is told, and made up for by the next one.
+        One that fails is told by the next call, and made up for by the next checkpoint.
         """
         self._catch_up(int(args["step"]))
         if self._context.rank != 0:
@@ -349,15 +350,22 @@ class ActorRole:
         with self._waiting():
             self._settle(wait=True)
             if self._trained > self._durable:
-                if args.get("wait"):
-                    self._save()
-                else:
-                    self._begin_save()
+                weights, state = without_aliases(self._engine.shards()), self._engine.state()
+                self._writer.begin(self._trained, weights, state, self._saving())
         return {"step": self._trained, **self._waits}
 
-    def _begin_save(self) -> None:
-        step, save = self._trained, self._saving()
-        self._writer.begin(step, without_aliases(self._engine.shards()), self._engine.state(), save)
+    def _finish(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """The run's last step has a checkpoint when this returns.
+
+        Raises:
+            DependencyError: it cannot be written.
+        """
+        self._catch_up(int(args["step"]))
+        with self._waiting():
+            self._settle(wait=True)
+            if self._trained > self._durable:
+                self._save()
+        return {"step": self._durable, **self._waits}
 
     def _save(self) -> None:
         """Write a checkpoint of what is trained, without a copy."""
