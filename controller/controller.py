@@ -99,9 +99,10 @@ class Controller:
         steering.prepare()
         self._steering = steering
         algorithm_of(self._recipe).loop(steering)
-        for method in ("flush", "report"):
-            call_id = f"end/{dispatch.epoch}/recorder.{method}"
-            dispatch.call(call_id, "recorder", method, {}, deadline_s=self._recipe.deadlines.step_s)
+        done = {"step": steering.open_step - 1}
+        for role, method, args in (("actor", "settle", done), ("recorder", "flush", {}), ("recorder", "report", {})):
+            call_id = f"end/{dispatch.epoch}/{role}.{method}"
+            dispatch.call(call_id, role, method, args, deadline_s=self._recipe.deadlines.step_s)
 
     def _end(self, dispatch: Dispatch, steering: RunSteering, failure: RlmqError | None) -> bool:
         """Dismiss the workers and tell how the run ended; whether it was asked to stop and did all that in time.
