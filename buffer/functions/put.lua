@@ -134,10 +134,11 @@ local function drop_unreferenced(t, args, at)
   unlink(names)
 end
 
--- Unlink pieces of a unit that those of these names and ranges replace wholly. Returns the entries of the others, and the bytes of
+-- Unlink pieces of a unit that those of this tag and these ranges replace wholly. Returns the entries of the others, and the bytes of
 -- the replaced ones.
-local function keep_visible(t, chunk, unit, own, ranges)
-  local left, replaced, bytes = {}, {}, 0
+local function keep_visible(t, chunk, unit, tag, number, ranges)
+  local own, left, replaced, bytes = {}, {}, {}, 0
+  for k = 1, number do own[piece_name(tag, number, k)] = true end
   for one in string.gmatch(chunk.pieces[unit], '[^;]+;') do
     local name, from, rows, size = string.match(one, '^([^:]*):(%d+):(%d+):(%d+)')
     local stop = from + rows
@@ -158,21 +159,19 @@ end
 
 -- Enter pieces of one unit in the chunk: what they replace wholly is unlinked, their rows have the unit's columns from now on.
 local function enter(t, chunk, unit, tag, args, at, number, version, told)
-  local entries, ranges, bytes, own = {}, {}, 0, {}
-  local rest = rest_of_entry(t.now - chunk.at, version, told)
+  local entries, ranges, bytes, rest = {}, {}, 0, rest_of_entry(t.now - chunk.at, version, told)
   for k = 1, number do
     local first, count, size = args[at], args[at + 1], args[at + 2]
-    local name = piece_name(tag, number, k)
-    entries[k], own[name] = entry(name, first, count, size, rest), true
+    entries[k] = entry(piece_name(tag, number, k), first, count, size, rest)
     ranges[2 * k - 1], ranges[2 * k] = tonumber(first), tonumber(count)
     bytes, at = bytes + size, at + 3
   end
+  local text = number == 1 and entries[1] or table.concat(entries)
   if chunk.pieces[unit] ~= '' then
-    local replaced_bytes
-    entries[0], replaced_bytes = keep_visible(t, chunk, unit, own, ranges)
-    bytes = bytes - replaced_bytes
+    local left, replaced_bytes = keep_visible(t, chunk, unit, tag, number, ranges)
+    text, bytes = left .. text, bytes - replaced_bytes
   end
-  chunk.pieces[unit] = table.concat(entries, '', entries[0] and 0 or 1)
+  chunk.pieces[unit] = text
   chunk.bytes = chunk.bytes + bytes
   chunk.dirty = true
   t.state[BYTES] = t.state[BYTES] + bytes

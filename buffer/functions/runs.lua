@@ -128,7 +128,7 @@ local function move(t, chunk, ranges, key, to, arg)
       if step then
         local part = upto - from
         if step.done then note_end(t, chunk, from, part, 'done', 'done', -1, '') end
-        append(new, from - at, version, sig)
+        if from > at then append(new, from - at, version, sig) end
         append(new, part, version, step.to)
         moved = moved + part
         at = upto
@@ -136,7 +136,7 @@ local function move(t, chunk, ranges, key, to, arg)
       if ranges[r] + ranges[r + 1] > stop then break end
       r = r + 2
     end
-    append(new, stop - at, version, sig)
+    if stop > at then append(new, stop - at, version, sig) end
     at = stop
   end
   if moved > 0 then chunk.runs = new end
@@ -243,12 +243,16 @@ local function tally(t, chunk)
   local old, new = chunk.counted or chunk.before, chunk.runs
   if old == NONE then old = {chunk.n, -1, t.config.blank} end
   chunk.counted = new
-  local a, b, at, old_stop, new_stop = 3, 3, 0, old[1], new[1]
+  local a, b, at, old_stop, new_stop, rows = 3, 3, 0, old[1], new[1], {}
   while old[a] and new[b] do
-    local stop = old_stop < new_stop and old_stop or new_stop
-    if old[a] ~= new[b] then add_up(t.state, change_of(t.config, old[a], new[b]).counters, stop - at) end
+    local from, to, stop = old[a], new[b], old_stop < new_stop and old_stop or new_stop
+    if from ~= to then
+      local change = change_of(t.config, from, to)
+      rows[change] = (rows[change] or 0) + stop - at
+    end
     if old_stop == stop then a, old_stop = a + 3, stop + (old[a + 1] or 0) end
     if new_stop == stop then b, new_stop = b + 3, stop + (new[b + 1] or 0) end
     at = stop
   end
+  for change, some in pairs(rows) do add_up(t.state, change.counters, some) end
 end

@@ -38,7 +38,7 @@ local US, RS = '\31', '\30'
 local FIRST = 48            -- counts in signatures are characters from '0' on
 local SOME = 500            -- arguments per command: far below the limit of unpack
 local MOST_LEARNT = 20000
-local MOST_KEPT, KEPT_BYTES = 128, 4096  -- records kept unpacked, and how long they may be
+local MOST_KEPT, KEPT_BYTES = 512, 4096  -- records kept unpacked, and how long they may be
 
 -- Fields of the state: of the table, and per stage (stage 0 is room for a put; only its waiters count).
 local VERSION, ADMITTED, ENDED, DROPPED, BYTES, ORDINAL, DURABLE, REDELIVERED = 1, 2, 3, 4, 5, 6, 7, 8
@@ -220,14 +220,15 @@ end
 -- Read chunks ids[from] to ids[to] that will be asked for, all at once.
 local function prefetch(t, ids, from, to)
   if to <= from then return end
-  local names, keys = {}, {}
+  local names, keys, asked, n = {}, {}, {}, 0
   for k = from, math.min(to, #ids) do
     local id = ids[k]
-    if t.chunks[id] == nil and #names < SOME then
-      names[#names + 1], keys[#keys + 1] = id, t.key.chunk .. id
+    if t.chunks[id] == nil and not asked[id] and n < SOME then
+      n, asked[id] = n + 1, true
+      names[n], keys[n] = id, t.key.chunk .. id
     end
   end
-  if #keys < 2 then return end
+  if n < 2 then return end
   for k, packed in ipairs(redis.call('MGET', unpack(keys))) do read_chunk(t, names[k], packed) end
 end
 
