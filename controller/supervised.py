@@ -82,7 +82,7 @@ class Supervised:
             return None
         pid, self.child = self.child.pid, None
         self._guard.unwatch(pid)
-        lines = last_lines(self.log, _LINES, from_byte=self.log_from_byte)
+        lines = last_lines(self.log, _LINES, from_byte=self.log_from_byte) if code != 0 else ()
         return self._history.write(
             self.name,
             "killed" if self._killed else "ended",
