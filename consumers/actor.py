@@ -348,8 +348,8 @@ class ActorRole:
         self._context.activity("checkpointing")
         self._protect = frozenset(args["protect"])
         with self._waiting():
-            self._settle(wait=True)
-            if self._trained > self._durable:
+            self._settle(wait=self._writer.step != self._trained)
+            if self._trained > max(self._durable, self._writer.step):
                 weights, state = without_aliases(self._engine.shards()), self._engine.state()
                 self._writer.begin(self._trained, weights, state, self._saving())
         return {"step": self._trained, **self._waits}

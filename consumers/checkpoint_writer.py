@@ -54,6 +54,11 @@ class CheckpointWriter:
         """Whether a checkpoint is being written."""
         return self._job is not None and self._job.thread.is_alive()
 
+    @property
+    def step(self) -> int:
+        """The step whose checkpoint has not been told as finished; -1: none."""
+        return -1 if self._job is None else self._job.step
+
     def begin(self, step: int, weights: Tensors, state: Tensors, save: Save) -> None:
         """Start to write a checkpoint; the former one has ended (see `finished`).
 

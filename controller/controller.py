@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,6 +50,7 @@ class Controller:
         self._began = time.monotonic()
         self._progress_at = 0.0
         self._steering: RunSteering | None = None
+        self._saved: dict[str, Any] = {}
         self._dispatch: Dispatch | None = None
 
     def main(self) -> int:
@@ -99,10 +101,14 @@ class Controller:
         steering.prepare()
         self._steering = steering
         algorithm_of(self._recipe).loop(steering)
-        done = {"step": steering.open_step - 1}
-        for role, method, args in (("actor", "settle", done), ("recorder", "flush", {}), ("recorder", "report", {})):
+
+        def last(role: str, method: str, **args: int) -> dict[str, Any]:
             call_id = f"end/{dispatch.epoch}/{role}.{method}"
-            dispatch.call(call_id, role, method, args, deadline_s=self._recipe.deadlines.step_s)
+            return dispatch.call(call_id, role, method, args, deadline_s=self._recipe.deadlines.step_s)[0].value
+
+        self._saved = last("actor", "settle", step=steering.open_step - 1)
+        last("recorder", "flush")
+        last("recorder", "report")
 
     def _end(self, dispatch: Dispatch, steering: RunSteering, failure: RlmqError | None) -> bool:
         """Dismiss the workers and tell how the run ended; whether it was asked to stop and did all that in time.
@@ -217,12 +223,18 @@ class Controller:
             "prompts_cut": steering.prompts.get("cut", 0),
             "wall_s": round(time.monotonic() - self._began, 2),
             "steps_wall_s": round(sum(line.get("step_s", 0.0) for line in train.values()), 3),
+            "checkpoint_blocked_s": self._waited("checkpoint_blocked_s", train.values()),
+            "checkpoint_s": self._waited("checkpoint_s", train.values()),
             "policy_version": steering.policy_version,
             "best": steering.best,
             "checkpoint": _newest_checkpoint(self._run.checkpoints),
             "exit": code,
         }
         _write_json(self._run.summary, summary)
+
+    def _waited(self, figure: str, lines: Iterable[dict[str, Any]]) -> float:
+        """Seconds over all steps, and after the last one."""
+        return round(sum(float(line.get(figure, 0.0)) for line in (*lines, self._saved)), 3)
 
 
 def _rewards(line: dict[str, Any] | None) -> dict[str, float] | None:
