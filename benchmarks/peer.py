@@ -30,6 +30,7 @@ _KINDS = {  # by table and column: its type, and that of its items
     table.name: {c.name: (c.type, c.type.value_type if c.type.num_fields else None) for c in table.columns}
     for table in _TABLES.values()
 }
+_schemas: dict[tuple[str, ...], pa.Schema] = {}  # of columns by their names, as they were put first
 
 Batch = Mapping[str, Any]  # column name to harness.Ragged or an array
 
@@ -100,7 +101,7 @@ class RlmqClient(harness.Client):  # type: ignore[misc]
                         timeout_s=wait_s,
                     )
                     assert claim is not None  # a claim with a time-out raises
-                    return claim, from_arrow(claim.rows)
+                    return claim, from_arrow(claim.rows, self._table(columns))
         return None
 
     def put_columns(self, handle: Claim, batch: Batch) -> None:
@@ -111,9 +112,9 @@ class RlmqClient(harness.Client):  # type: ignore[misc]
         """Write what `put_columns` brought, and end the claim."""
         columns = self._written.pop(handle.lease, None)
         if columns is None:
-            self._store.ack(handle)
+            self._store.ack(handle, wait=False)
         else:
-            self._store.write(handle, columns, ack=True)
+            self._store.write(handle, columns, ack=True, wait=False)
 
     def close(self) -> None:
         """Close the connections."""
@@ -130,9 +131,12 @@ class RlmqClient(harness.Client):  # type: ignore[misc]
 
 def to_arrow(batch: Batch, table: Table) -> pa.RecordBatch:
     """The referee's columns as Arrow's; values are not copied, offsets become int32."""
-    names = [name for name in _KINDS[table.name] if name in batch]
     kinds = _KINDS[table.name]
-    return pa.RecordBatch.from_arrays([_array(batch[name], *kinds[name]) for name in names], names)
+    names = tuple([name for name in kinds if name in batch])
+    schema = _schemas.get(names)
+    if schema is None:
+        schema = _schemas[names] = pa.schema([(name, kinds[name][0]) for name in names])
+    return pa.RecordBatch.from_arrays([_array(batch[name], *kinds[name]) for name in names], schema=schema)
 
 
 def _array(column: Any, kind: pa.DataType, inner: pa.DataType | None) -> pa.Array:
@@ -149,19 +153,22 @@ def _array(column: Any, kind: pa.DataType, inner: pa.DataType | None) -> pa.Arra
     )
 
 
-def from_arrow(rows: pa.RecordBatch) -> dict[str, Any]:
+def from_arrow(rows: pa.RecordBatch, table: Table) -> dict[str, Any]:
     """Arrow's columns as the referee's, without a copy of the values."""
-    return {name: _column(name, array) for name, array in zip(rows.schema.names, rows.columns, strict=True)}
+    kinds = _KINDS[table.name]
+    return {name: _column(name, array, *kinds[name]) for name, array in zip(rows.schema.names, rows, strict=True)}
 
 
-def _column(name: str, array: pa.Array) -> Any:
-    kind = array.type
-    if not kind.num_fields:
+def _column(name: str, array: pa.Array, kind: pa.DataType, inner: pa.DataType | None) -> Any:
+    if inner is None:
         return array.to_numpy()
     if kind.num_buffers == 1:  # of fixed size
         return array.flatten().to_numpy().reshape(len(array), -1)
     offsets: npt.NDArray[np.int64] = array.offsets.to_numpy().astype(np.int64)
-    values = array.values.to_numpy()[offsets[0] : offsets[-1]]
+    values = array.values.to_numpy()
+    first, last = offsets[0], offsets[-1]
+    if first or last < len(values):
+        values, offsets = values[first:last], offsets - first
     if name == "tensor":  # rows of one length
         return values.reshape(len(array), -1)
-    return harness.Ragged(values, offsets - offsets[0])
+    return harness.Ragged(values, offsets)

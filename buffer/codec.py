@@ -12,9 +12,10 @@ a header of as many nodes and buffers tells whether this Arrow could have writte
 from __future__ import annotations
 
 import functools
+import operator
 import struct
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -129,19 +130,20 @@ _Numbers = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
 class _Skeleton(NamedTuple):
     """How this Arrow writes a header of so many nodes and buffers: fixed bytes, the numbers between them."""
 
-    layout: struct.Struct
+    layout: struct.Struct  # fixed, body bytes, fixed, rows, fixed, buffers..., fixed, nodes..., fixed
+    get_fixed: Callable[[tuple[Any, ...]], tuple[bytes, ...]]
     fixed: tuple[bytes, ...]
-    nodes: int
+    nodes: int  # index of the first one's field
 
     def read(self, data: bytes) -> _Numbers | None:
         """The numbers in a message; None when any other byte of its header differs."""
-        if len(data) < self.layout.size:
+        try:
+            fields = self.layout.unpack_from(data)
+        except struct.error:  # too short
             return None
-        fields = self.layout.unpack_from(data)
-        nodes = len(fields) - 1 - 2 * self.nodes
-        if (*fields[0:5:2], fields[nodes - 1], fields[-1]) != self.fixed:
+        if self.get_fixed(fields) != self.fixed:
             return None
-        return self.layout.size, fields[1], fields[3], fields[nodes:-1], fields[5 : nodes - 1]
+        return self.layout.size, fields[1], fields[3], fields[self.nodes : -1], fields[5 : self.nodes - 1]
 
 
 class _Plan(NamedTuple):
@@ -202,8 +204,9 @@ def _skeleton(nodes: int, buffers: int) -> _Skeleton | None:
         text += f"{at - end}s{count}Q"
         end = at + 8 * count
     layout = struct.Struct(f"{text}{spots.start - end}s")
-    fixed = tuple(field for field in layout.unpack_from(sample) if isinstance(field, bytes))
-    return _Skeleton(layout, fixed, nodes)
+    first_node = 6 + 2 * buffers
+    get_fixed = operator.itemgetter(0, 2, 4, first_node - 1, -1)
+    return _Skeleton(layout, get_fixed, get_fixed(layout.unpack_from(sample)), first_node)
 
 
 def _check(numbers: _Numbers, plan: _Plan, data: bytes, rows: int) -> None:
@@ -214,10 +217,10 @@ def _check(numbers: _Numbers, plan: _Plan, data: bytes, rows: int) -> None:
     if body_bytes != len(data) - start:
         raise _refused(f"a body of {len(data) - start} bytes", f"{body_bytes} bytes")
     most = rows + 8 * len(data)  # some types take no bytes: a few would stand for any number of values
-    if max(nodes, default=0) > most:
+    if nodes and max(nodes) > most:
         raise _refused(f"{max(nodes)} values", f"at most {most}, in so many bytes")
     # One that begins inside but ends outside is cut there, and then too short to be valid.
-    if max(buffers, default=0) > body_bytes:
+    if buffers and max(buffers) > body_bytes:
         raise _refused("a buffer outside of the body", f"all within {body_bytes} bytes")
     for node, bitmap in plan.bitmaps:
         if buffers[bitmap + 1] and not nodes[node + 1]:  # Arrow does not look at it then

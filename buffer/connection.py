@@ -10,8 +10,9 @@ import functools
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -174,14 +175,27 @@ def _wrong_password(url: str, error: redis.AuthenticationError) -> DependencyErr
     return _unfit(url, str(error), "a password that the server accepts", "Correct redis.url")
 
 
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A call whose answer nobody waits for yet."""
+
+    commands: Sequence[Command]
+    then: Callable[[Any], None]
+
+
 class Link:
-    """One connection, one round trip at a time, from any thread."""
+    """One connection, one round trip at a time, from any thread.
+
+    At most one call is *posted*: sent, its answer left for the next call to collect. When the connection is lost,
+    it is sent again before anything else.
+    """
 
     def __init__(self, client: redis.Redis, *, retry_s: float = RETRY_S) -> None:
         self._client = client
         self._retry_s = retry_s
         self._lock = threading.Lock()
         self._wire = Wire(client)
+        self._posted: _Posted | None = None
 
     def call(self, verb: str, prefix: str, *args: Small, payload: Sequence[tuple[str, Payload]] = ()) -> list[Any]:
         """Run a function; `payload` is set in the same transaction before it.
@@ -197,12 +211,48 @@ class Link:
             IntegrityError: the server does not know the table.
             redis.ResponseError: as it comes, `OutOfMemoryError` included (nothing was written).
         """
-        command = function_call(verb, prefix, *args)
-        if payload:
-            (reply,) = self._run([_MULTI, *(("SET", key, data) for key, data in payload), command, _EXEC], 1)
-        else:
-            (reply,) = self._run((command,), 1)
+        (reply,) = self._run(_with_payload(function_call(verb, prefix, *args), payload), 1)
         return checked(prefix, reply)
+
+    def post(
+        self,
+        verb: str,
+        prefix: str,
+        *args: Small,
+        payload: Sequence[tuple[str, Payload]] = (),
+        then: Callable[[Any], None],
+    ) -> None:
+        """Send a call and go on; where the connection is lost at once, wait for the answer.
+
+        Args:
+            then: gets the function's reply, its status as bytes, or a `redis.RedisError`, during a later call of
+                this link or `settle`; it must not call this link.
+
+        Raises:
+            DependencyError: see `settle`.
+        """
+        commands = _with_payload(function_call(verb, prefix, *args), payload)
+        self.settle()
+        with self._lock:
+            self._posted = _Posted(commands, then)
+            try:
+                self._wire.send(commands)
+                return
+            except redis.RedisError:
+                pass
+            except BaseException:
+                self._posted = None
+                raise
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for the answer of the call that was posted.
+
+        Raises:
+            DependencyError: no server within `retry_s`; it stays posted.
+        """
+        if self._posted is not None:
+            self.exchange(())
 
     def calls(self, calls: Sequence[tuple[Small, ...]]) -> list[list[Any]]:
         """Several functions, each with its prefix and arguments, in one round trip; see `call`."""
@@ -266,11 +316,15 @@ class Link:
                 self._round_trip([function_call(*call) for call in calls])
 
     def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
+        wire = self._wire
         try:
-            self._wire.send(commands)
-            replies = [self._wire.receive() for _ in commands]
+            if self._posted is None:
+                wire.send(commands)
+            else:
+                self._send_after_posted(self._posted, commands)
+            replies = [wire.receive() for _ in commands]
         except BaseException:
-            self._wire.disconnect()  # what is left unread must not answer the next command
+            wire.disconnect()  # what is left unread must not answer the next command
             raise
         for reply in replies:
             if isinstance(reply, redis.RedisError):
@@ -279,6 +333,23 @@ class Link:
                 if refusal := self._refusal(reply):
                     raise refusal from reply
         return replies
+
+    def _send_after_posted(self, posted: _Posted, commands: Sequence[Command]) -> None:
+        wire = self._wire
+        if not wire.connected:
+            wire.send(posted.commands)
+        if commands:
+            wire.send(commands)
+        replies = [wire.receive() for _ in posted.commands]
+        for reply in replies:
+            if isinstance(reply, _NOT_THERE):
+                raise reply
+        self._posted = None
+        try:
+            reply = _of_transaction(replies)[-1] if len(replies) > 1 else replies[0]
+        except redis.RedisError as error:
+            reply = error
+        posted.then(reply)
 
     def _away(self, error: redis.RedisError) -> DependencyError:
         got = f"no answer for {self._retry_s:g} s ({error})"
@@ -317,6 +388,13 @@ def checked(prefix: str, reply: list[Any]) -> list[Any]:
             remedy="The server came back empty or was flushed: restore its data, or start a new run",
         )
     return reply
+
+
+def _with_payload(command: bytes, payload: Sequence[tuple[str, Payload]]) -> Sequence[Command]:
+    """The commands that set payload and then call a function, as one transaction."""
+    if not payload:
+        return (command,)
+    return [_MULTI, *[("SET", key, data) for key, data in payload], command, _EXEC]
 
 
 def _of_transaction(replies: list[Any]) -> list[Any]:

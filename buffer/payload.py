@@ -162,7 +162,7 @@ def spans(
 
 def _spans(prefix: str, one: RowRange, unit: int, where: Whereabouts) -> list[Span]:
     told = where.units.get(unit, "")
-    if told.find(";") == len(told) - 1 > 0:  # one piece, as nearly always
+    if told.count(";") == 1:  # as nearly always
         name, first, rows, _ = told.split(":", 3)
         at, of = one.first - int(first), int(rows)
         if at >= 0 and at + one.count <= of:

@@ -10,7 +10,8 @@ import itertools
 import secrets
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ import pyarrow as pa
 import redis
 
 from rlmq.buffer import payload, verifying
-from rlmq.buffer.connection import RETRY_S, Link, as_client
+from rlmq.buffer.connection import RETRY_S, Link, Payload, as_client
 from rlmq.buffer.keys import TABLE_SUFFIXES, checked_name, table_prefix
 from rlmq.buffer.layout import Layout, Selection
 from rlmq.buffer.reading import Reader, subset
@@ -58,6 +59,7 @@ _MEMORY_RESERVE, _MEMORY_STEP, _MEMORY_CHECK_S = (
     1.0,
 )  # of maxmemory, kept free by puts; when to look again
 _ADOPTED_AT_ONCE = 128
+_POSTED_BYTES = 64 * 1024  # what is kept until its answer comes
 _NO_FACTS = Facts()
 # Fields of the functions' state (functions/table.lua): of the table, and per stage.
 _FIELDS, _STAGE_FIELDS = 16, 7
@@ -127,6 +129,7 @@ class RedisStore(ExperienceStore):
         self._room_waiter = Waiter(self._client, self._link, worker, f"{worker}.{self._name}.room")
         self._tables: dict[str, _Open] = {}
         self._check_memory_at, self._unchecked_bytes, self._unchecked_limit = 0.0, 0, 0.0
+        self._late: deque[Callable[[], object]] = deque()  # of posted calls that failed: raises, or tries again
         self._finished: dict[str, None] = {}  # leases that `finish` ended, newest last
 
     # -- tables ----------------------------------------------------------------------------------------------
@@ -206,6 +209,8 @@ class RedisStore(ExperienceStore):
         return sum(int(self._link.call("recover", one.target, *who)[1]) for one in self._tables.values())
 
     def _open(self, table: str) -> _Open:
+        if self._late:
+            self._late.popleft()()
         found = self._tables.get(table)
         if found is None:
             raise UsageError("table", got=repr(table), expected=f"one that was opened: {sorted(self._tables)}")
@@ -457,7 +462,15 @@ class RedisStore(ExperienceStore):
         """Renew the lease; see `ExperienceStore.extend`."""
         self._checked(claim, self._link.call("extend", self._open(claim.table).target, claim.lease, 0))
 
-    def write(self, claim: Claim, columns: pa.RecordBatch, *, ack: bool = False, facts: Facts = _NO_FACTS) -> None:
+    def write(
+        self,
+        claim: Claim,
+        columns: pa.RecordBatch,
+        *,
+        ack: bool = False,
+        facts: Facts = _NO_FACTS,
+        wait: bool = True,
+    ) -> None:
         """Add columns to the claimed rows; see `ExperienceStore.write`."""
         one = self._open(claim.table)
         parts = one.layout.checked(columns, prefix=False)
@@ -467,14 +480,46 @@ class RedisStore(ExperienceStore):
             raise SchemaMismatch(subject, got=f"{columns.num_rows} rows", expected=f"the claim's {count}")
         sent = payload.cut(one.layout, one.prefix, columns, parts, to, self._tag())
         head = (claim.lease, next(self._serial), int(ack), *_told(facts, count, claim.table))
-        end = time.monotonic() + self._put_timeout_s
-        self._checked(claim, self._send("write", one, head, sent, end))
-        if ack:
-            one.over(claim.lease)
 
-    def ack(self, claim: Claim) -> None:
+        def send() -> None:
+            end = time.monotonic() + self._put_timeout_s
+            self._checked(claim, self._send("write", one, head, sent, end))
+            if ack:
+                one.over(claim.lease)
+
+        if wait or not ack or sent.nbytes > _POSTED_BYTES:
+            send()
+        else:
+            self._post(claim, one, "write", (*head, *sent.arguments), sent.sets, send)
+
+    def ack(self, claim: Claim, *, wait: bool = True) -> None:
         """This stage is done with the rows; see `ExperienceStore.ack`."""
-        self._end(claim, "ack")
+        if wait or claim.lease in self._finished:
+            self._end(claim, "ack")
+        else:
+            one, args = self._open(claim.table), (claim.lease, next(self._serial))
+            self._post(claim, one, "ack", args, (), lambda: self._ended(claim, one, "ack", args))
+
+    def _post(
+        self,
+        claim: Claim,
+        one: _Open,
+        verb: str,
+        args: Sequence[Small],
+        sets: Sequence[tuple[str, Payload]],
+        again: Callable[[], object],
+    ) -> None:
+        """Send what ends a claim and go on; a refusal is raised, or the call repeated, before the next one."""
+
+        def then(reply: Any) -> None:
+            if isinstance(reply, list) and reply[0] == b"ok":
+                one.over(claim.lease)
+            elif isinstance(reply, list) and reply[0] == b"fenced":
+                self._late.append(lambda: self._checked(claim, ["fenced"]))
+            else:
+                self._late.append(again)
+
+        self._link.post(verb, one.target, *args, payload=sets, then=then)
 
     def nack(self, claim: Claim, reason: str) -> None:
         """Redeliver and count; see `ExperienceStore.nack`."""
@@ -505,8 +550,10 @@ class RedisStore(ExperienceStore):
     def _end(self, claim: Claim, verb: str, *args: Small) -> None:
         if claim.lease in self._finished:
             return
-        one = self._open(claim.table)
-        reply = self._checked(claim, self._link.call(verb, one.target, claim.lease, next(self._serial), *args))
+        self._ended(claim, self._open(claim.table), verb, (claim.lease, next(self._serial), *args))
+
+    def _ended(self, claim: Claim, one: _Open, verb: str, args: Sequence[Small]) -> None:
+        reply = self._checked(claim, self._link.call(verb, one.target, *args))
         if reply[1] == 1:
             one.over(claim.lease)
             if verb == "finish":
@@ -516,7 +563,7 @@ class RedisStore(ExperienceStore):
 
     def _checked(self, claim: Claim, reply: list[Any]) -> list[Any]:
         if reply[0] == "fenced":
-            self._open(claim.table).over(claim.lease)
+            self._tables[claim.table].over(claim.lease)
             raise Fenced(
                 f"lease {claim.lease} of stage '{claim.stage}' in table '{claim.table}'",
                 got="a lease that ended or expired",
@@ -712,7 +759,15 @@ class RedisStore(ExperienceStore):
         return lines
 
     def close(self) -> None:
-        """Close the connections (not those of a client that was given)."""
+        """Close the connections (not those of a client that was given); see `ExperienceStore.close`."""
+        try:
+            self._link.settle()
+            while self._late:
+                self._late.popleft()()
+        finally:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
         ended = [
             ("forget", one.prefix, *(f"{self._name}.{slot}" for slot in one.slots)) for one in self._tables.values()
         ]
@@ -738,7 +793,7 @@ def _put_into(table: Table) -> str:
 
 def _told(facts: Facts, rows: int, table: str) -> tuple[Small, Small, Small]:
     """Version, tokens (four bytes little-endian each) and tag as the functions take them."""
-    if facts is _NO_FACTS:
+    if facts is _NO_FACTS:  # as nearly always
         return "", "", ""
     tokens: bytes | str = ""
     if facts.tokens is not None:

@@ -328,10 +328,23 @@ class ExperienceStore(Protocol):
             Fenced: the lease expired.
         """
 
-    def write(self, claim: Claim, columns: pa.RecordBatch, *, ack: bool = False, facts: Facts = Facts()) -> None:
+    def write(
+        self,
+        claim: Claim,
+        columns: pa.RecordBatch,
+        *,
+        ack: bool = False,
+        facts: Facts = Facts(),
+        wait: bool = True,
+    ) -> None:
         """Add columns to the claimed rows (all of them, in order); with `ack`, end the claim as done too.
 
         A write brings whole column groups: all columns of one writer that the same stages need.
+
+        Without `wait`, a write with `ack` of at most 64 KiB is *posted*: the call returns when it is sent, and the
+        next call of this store gets its answer. What it would have raised is then raised by the first call on a
+        table of this store that begins after that, before this one does anything, or by `close`. For stages that do
+        with a refusal nothing but drop the work: not for one that must know that its rows were its own.
 
         Raises:
             Fenced: the lease is no longer valid. SchemaMismatch: wrong columns, types or row count.
@@ -353,8 +366,8 @@ class ExperienceStore(Protocol):
         redo after a crash. Idempotent by `RowRange.use`.
         """
 
-    def ack(self, claim: Claim) -> None:
-        """This stage is done with the rows."""
+    def ack(self, claim: Claim, *, wait: bool = True) -> None:
+        """This stage is done with the rows. Without `wait` it is posted, as a `write` is."""
 
     def nack(self, claim: Claim, reason: str) -> None:
         """Redeliver the rows and count it; after `max_deliveries` they end as `dead(reason)`."""
@@ -403,4 +416,4 @@ class ExperienceStore(Protocol):
         """Return rows of expired leases to their stages (`Redis TIME` decides); also done by every claim."""
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, after the answer to what was posted."""

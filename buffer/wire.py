@@ -12,7 +12,7 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import hiredis
@@ -29,8 +29,10 @@ _READ_BYTES = 256 * 1024  # more than a TLS record, of which nothing may stay be
 _KEPT_BYTES = 2 * 1024 * 1024  # of the parser's buffer, so that it need not grow anew for each large reply
 _LARGE_BYTES = 32 * 1024  # from here on an argument is cheaper to hand over than to copy
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
-_SMALL = frozenset((str, int, float))
+_SMALL = frozenset((str, bytes, int, float))
 _NOTHING = object()
+
+packed: Callable[[tuple[Any, ...]], bytes] = hiredis.pack_command  # a command of small arguments as it is sent
 
 
 class Scattered(Protocol):
@@ -46,8 +48,9 @@ class Scattered(Protocol):
 
 
 Small = str | bytes | int | float
-Argument = Small | Scattered
-Command = tuple[Argument, ...] | bytes  # bytes: as `packed` made them
+Command = (
+    tuple[Small | Scattered, ...] | bytes
+)  # only the last argument may be scattered; bytes: as `packed` made them
 
 
 class Wire:
@@ -222,11 +225,6 @@ def _new_reader() -> hiredis.Reader:
     return reader
 
 
-def packed(command: tuple[Small, ...]) -> bytes:
-    """A command of small arguments as it is sent."""
-    return hiredis.pack_command(command)  # type: ignore[arg-type, no-any-return]  # its types know one argument
-
-
 def pack(commands: Sequence[Command]) -> tuple[list[ReadableBuffer], int]:
     """The commands as buffers to send one after another, and their length in bytes.
 
@@ -236,53 +234,38 @@ def pack(commands: Sequence[Command]) -> tuple[list[ReadableBuffer], int]:
     texts: list[ReadableBuffer] = []
     total_bytes = 0
     for command in commands:
-        if isinstance(command, bytes):
+        if type(command) is bytes:
             texts.append(command)
-        elif _SMALL.issuperset(map(type, command)):
+        elif type(command[-1]) in _SMALL:
             texts.append(packed(command))  # type: ignore[arg-type]  # none is scattered
         else:
-            total_bytes += _pack_large(command, texts, buffers)
+            total_bytes += _pack_scattered(command, texts, buffers)  # type: ignore[arg-type]  # the last one is
     text = b"".join(texts)
     buffers.append(text)
     return buffers, total_bytes + len(text)
 
 
-def _pack_large(command: tuple[Argument, ...], texts: list[ReadableBuffer], buffers: list[ReadableBuffer]) -> int:
-    """Put large arguments, and the texts before each, into the buffers; returns how many bytes these were."""
-    total_bytes = 0
-    texts.append(b"*%d\r\n" % len(command))
-    for argument in command:
-        parts: Sequence[ReadableBuffer]
-        if isinstance(argument, bytes | str | int | float):
-            data = _encoded(argument)
-            parts, nbytes = (data,), len(data)
-        else:
-            parts, nbytes = argument.parts, argument.nbytes
-        if nbytes < _LARGE_BYTES:
-            whole = parts[0] if len(parts) == 1 else b"".join(parts)
-            if (excess := memoryview(whole).nbytes - nbytes) != 0:
-                raise _wrong_length(excess)
-            texts += (b"$%d\r\n" % nbytes, whole, b"\r\n")
-            continue
-        texts.append(b"$%d\r\n" % nbytes)
-        text = b"".join(texts)
-        buffers.append(text)
-        buffers.extend(parts)
-        total_bytes += len(text) + nbytes
-        texts[:] = (b"\r\n",)
-    return total_bytes
+def _pack_scattered(command: tuple[Any, ...], texts: list[ReadableBuffer], buffers: list[ReadableBuffer]) -> int:
+    """A command that ends with a scattered argument; returns how many bytes went to the buffers."""
+    argument: Scattered = command[-1]
+    parts, nbytes = argument.parts, argument.nbytes
+    small = packed(command[:-1])
+    texts.append(b"*%d%b$%d\r\n" % (len(command), small[small.index(b"\r") :], nbytes))
+    if nbytes < _LARGE_BYTES:
+        whole = parts[0] if len(parts) == 1 else b"".join(parts)
+        if (excess := memoryview(whole).nbytes - nbytes) != 0:
+            raise _wrong_length(excess)
+        texts += (whole, b"\r\n")
+        return 0
+    text = b"".join(texts)
+    buffers.append(text)
+    buffers.extend(parts)
+    texts[:] = (b"\r\n",)
+    return len(text) + nbytes
 
 
 def _wrong_length(excess_bytes: int) -> ValueError:
     return ValueError(f"scattered argument: its parts make {excess_bytes:+} bytes of its nbytes")
-
-
-def _encoded(argument: Small) -> bytes:
-    if isinstance(argument, bytes):
-        return argument
-    if isinstance(argument, str):
-        return argument.encode()
-    return b"%d" % argument if isinstance(argument, int) else repr(argument).encode()
 
 
 def _send_all(sock: socket.socket, buffers: Sequence[ReadableBuffer], total_bytes: int) -> None:
