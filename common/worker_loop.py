@@ -64,6 +64,7 @@ class Worker:
         self._learning = threading.Lock()
         self._desired = _without_old_stop(calls.wanted(role))
         self._epoch = 0
+        self._control = recipe.control
         limits = recipe.deadlines
         self._signals = SignalWatch(halt=self._stop, drain_s=limits.drain_s, log=log)
         self._link = LinkWatch(
@@ -139,8 +140,8 @@ class Worker:
         self._state.incarnation = self._calls.join(self._role_name, self._rank, fingerprint=self._fingerprint)
         return WorkerBus(
             self._run,
+            self._control,
             role=self._role_name,
-            identity=f"{self._role_name}-{self._rank}-{self._state.incarnation}",
             heard=self._heard,
             heartbeat=self._heartbeat,
         )
@@ -175,7 +176,7 @@ class Worker:
         """On the bus thread: note what rang; the compute thread reads the records."""
         epoch = _epoch_of(bell)
         if epoch < self._epoch:  # a controller that was replaced
-            STALE_COMMANDS.inc()
+            STALE_COMMANDS.inc(0 if isinstance(bell, Beat) else 1)
             return
         self._epoch = epoch
         match bell:
@@ -207,6 +208,7 @@ class Worker:
         handlers = role.handlers()
         looked_at = 0.0
         while not self._halt.is_set():
+            self._bus.check()
             rang = self._bell_rang.is_set()
             if rang or time.monotonic() - looked_at >= _POLL_S:
                 self._bell_rang.clear()
