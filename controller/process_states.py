@@ -27,8 +27,9 @@ _CLOCK_SLACK_S = 2.0
 class ProcessState:
     """One process now.
 
-    `busy` is the share of one core that it uses (1.0: one core; more with threads); `stopped_child` the pid of a
-    child or grandchild that is stopped. A process on another host is `elsewhere`: only its messages tell of it.
+    It `runs` when one of its threads wants a core; `busy` is the share of one core that it got (more than 1.0:
+    several threads); `stopped_child` the pid of a child or grandchild that is stopped. A process on another host is
+    `elsewhere`: only its messages tell of it.
     """
 
     pid: int
@@ -69,12 +70,22 @@ class ProcessTable:
         if now is None or _began_unix_s(now) > at + _CLOCK_SLACK_S:
             return ProcessState(pid, "gone")
         ticks = now.cpu_ticks - before.cpu_ticks if before and before.began_ticks == now.began_ticks else 0
+        standing = _STANDINGS.get(now.letter, "sleeps")
         return ProcessState(
             pid,
-            _STANDINGS.get(now.letter, "sleeps"),
+            "runs" if standing == "sleeps" and _a_thread_runs(pid) else standing,
             round(ticks / os.sysconf("SC_CLK_TCK") / window_s, 2),
             _stopped_below(pid, everything),
         )
+
+
+def _a_thread_runs(pid: int) -> bool:
+    """Whether one of its threads has work for a core now, whether or not it gets one."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return False
+    return any((stat := _stat(f"{pid}/task/{task.name}")) is not None and stat.letter == "R" for task in tasks)
 
 
 def _stopped_below(pid: int, everything: Mapping[int, _Stat]) -> int | None:
@@ -91,7 +102,7 @@ def _everything() -> dict[int, _Stat]:
     return {pid: stat for pid in pids if (stat := _stat(pid)) is not None}
 
 
-def _stat(pid: int) -> _Stat | None:
+def _stat(pid: int | str) -> _Stat | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -2,9 +2,9 @@
 
 ::
 
-    controller --waits for--> a call        --on--> workers that have not answered
+    controller --waits for--> workers to be ready
+                              a call        --on--> workers that have not answered --wait for--> rows, or nothing
                               rows of stage --lacking in--> earlier stages --leased to--> workers
-    worker     --waits for--> rows          --lacking in--> …
     everybody  --waits for--> the Redis server, and for the supervisor when a process has died
 
 The culprit is the one that everything else waits for: a process that cannot move (stopped, gone), else the one at
@@ -34,6 +34,7 @@ _STALE_S = 3.0
 """Heartbeats come once a second, snapshots twice."""
 _BUSY = 0.5
 
+_WORKERS = "workers"
 _STAGE = re.compile(r"stage (\S+) in table (\S+)")
 
 
@@ -144,14 +145,21 @@ def edges(evidence: Evidence) -> Iterator[Edge]:
             what = f"{_rows(lease.rows)} that it holds"
             who = f"stage {rows.stage} of {rows.table}"
             yield Edge(who, what, (lease.worker,), rows.lease_s - lease.left_s, lease.left_s)
-    told = set()
-    for one in evidence.waiting:
-        told.add(one.worker)
-        where = f"of stage {one.stage} in table {one.table}" if one.stage else f"in table {one.table}"
-        yield Edge(one.worker, f"{one.for_what} {where}", _owners(evidence, one.table, one.stage), one.since_s)
+    waiters = dict.fromkeys(one.worker for one in evidence.waiting if one.worker != CONTROLLER)
+    for worker in waiters:
+        yield _sleeper(evidence, [one for one in evidence.waiting if one.worker == worker])
     for member in snapshot.members if snapshot is not None else ():
-        if member.wait and member.name not in told:
-            yield Edge(member.name, member.wait, (), member.wait_s + evidence.age_s)
+        if member.wait and member.name not in waiters:
+            on = (CONTROLLER,) if member.wait == "a call" else ()
+            yield Edge(member.name, member.wait, on, member.wait_s + evidence.age_s)
+
+
+def _sleeper(evidence: Evidence, waiting: Sequence[Waiting]) -> Edge:
+    """A worker that sleeps in the store, for rows or room in one of several places."""
+    places = [f"stage {one.stage} in table {one.table}" if one.stage else f"table {one.table}" for one in waiting]
+    owners = [name for one in waiting if one.stage for name in _owners(evidence, one.table, one.stage)]
+    what = f"{waiting[0].for_what} of {', or of '.join(places)}"
+    return Edge(waiting[0].worker, what, tuple(dict.fromkeys(owners)), max(one.since_s for one in waiting))
 
 
 # -- the run is over ---------------------------------------------------------------------------------------------
@@ -248,8 +256,8 @@ def _task(evidence: Evidence, name: str) -> str:
             return _words(suspect)
     member = evidence.member(name)
     if member is None:
-        return f"{name} is not there"
-    doing = f"works on call {member.call}" if member.call else f"was {member.activity}; nobody waits for it yet"
+        return f"{name} has not joined"
+    doing = f"works on call {member.call}" if member.call else f"is {member.activity} and nobody waits for it yet"
     return f"{name} {doing}, no progress for {age(member.still_s + evidence.age_s)}"
 
 
@@ -269,7 +277,11 @@ def _state(evidence: Evidence, name: str, state: ProcessState) -> str:
 
 
 def _busy(state: ProcessState) -> str:
-    return f"computes ({state.busy:.0%} of a core)" if state.busy >= _BUSY else "sleeps"
+    return f"computes ({state.busy:.0%} of a core)" if _computes(state) else "sleeps"
+
+
+def _computes(state: ProcessState) -> bool:
+    return state.standing == "runs" or state.busy >= _BUSY
 
 
 def _end_of(evidence: Evidence, name: str) -> str:
@@ -336,7 +348,7 @@ def _silent(evidence: Evidence, snapshot: Snapshot) -> Answer | None:
 
 
 def _followed(evidence: Evidence, snapshot: Snapshot) -> Answer:
-    if snapshot.missing and not snapshot.waits:
+    if snapshot.missing and all(wait.what == _WORKERS for wait in snapshot.waits):
         return _starting(evidence, snapshot.missing)
     suspects = list(_suspects(evidence))
     worst = max(suspects, key=lambda one: _guilt(evidence, one), default=None)
@@ -344,8 +356,8 @@ def _followed(evidence: Evidence, snapshot: Snapshot) -> Answer:
         text = f"run {evidence.run_id} is paused{_step(evidence)}: `rlmq resume` lets it go on"
         return _answer("paused", "", text)
     if worst is None:
-        missing = [name for name in snapshot.missing if evidence.member(name) is None]
-        return _starting(evidence, missing) if missing else _moving(evidence, "nobody waits for long")
+        busy = [f"{one.name} is {one.activity}" for one in snapshot.members if one.activity != "idle"]
+        return _moving(evidence, ", ".join(busy[:3]) or "at this moment nobody is busy")
     state = evidence.processes.get(worst.name)
     if worst.still_s < STILL_S:
         return _moving(evidence, _words(worst), worst.name, state)
@@ -375,14 +387,15 @@ def _guilt(evidence: Evidence, one: _Suspect) -> tuple[bool, bool, bool, float]:
     """Who of several is waited for: still, not asleep for something itself, computing, still for the longest."""
     member, state = evidence.member(one.name), evidence.processes.get(one.name)
     waits = member is not None and bool(member.wait)
-    return one.still_s >= STILL_S, not waits, state is not None and state.busy >= _BUSY, one.still_s
+    return one.still_s >= STILL_S, not waits, state is not None and _computes(state), one.still_s
 
 
 def _suspects(evidence: Evidence) -> Iterator[_Suspect]:
     """Whom the controller waits for, at the ends of its chains."""
     snapshot = evidence.snapshot
     for wait in snapshot.waits if snapshot is not None else ():
-        yield from _behind(evidence, wait)
+        if wait.what != _WORKERS:
+            yield from _behind(evidence, wait)
 
 
 def _behind(evidence: Evidence, wait: Wait) -> Iterator[_Suspect]:
@@ -399,6 +412,9 @@ def _behind(evidence: Evidence, wait: Wait) -> Iterator[_Suspect]:
         still_s = member.still_s if member is not None else evidence.now_unix_s - wait.since_unix_s
         doing = f"works on {wait.what}" if stage is None or member is None else f"is {member.activity}"
         yield _Suspect(name, doing, still_s, left_s)
+        needed = _STAGE.search(member.wait) if member is not None else None
+        if needed is not None:  # inside its call it sleeps for rows
+            yield from (one for one in _holders(evidence, needed[2], needed[1]) if one.name != name)
 
 
 def _holders(evidence: Evidence, table: str, stage: str) -> Iterator[_Suspect]:

@@ -34,6 +34,8 @@ class Story:
     evaluations: Mapping[int, Record] = field(default_factory=dict)
     step: int = 0
     open_calls: dict[str, Record] = field(default_factory=dict)
+    joined: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    waited_for: str = ""
 
     def about(self, record: Record) -> tuple[int, set[str]]:
         """The step of a record, and the workers that it concerns."""
@@ -50,8 +52,8 @@ class Story:
         number = call_id.partition("/")[0]
         return int(number) if number.isdigit() else self.step, names
 
-    def tell(self, record: Record) -> Iterator[str]:
-        """Lines for people; none for what only machines need."""
+    def tell(self, record: Record, *, every: bool) -> Iterator[str]:
+        """Lines for people; none for what only machines need. `every` brings each change of activity."""
         if "name" in record:
             yield from _tell_death(record)
             return
@@ -59,13 +61,36 @@ class Story:
         kind = event["type"]
         if kind == "asked":
             self.open_calls[str(event.get("call_id"))] = record
-        words = _WORDS.get(kind)
-        if words is None:
+        elif kind == "began":
+            self.open_calls.clear()  # this controller asks again for what it still needs
+        if kind == "heard":
+            yield from self._tell_heard(event, every=every)
+        elif kind == "waits":
+            yield from self._tell_wait(event)
+        elif kind not in _WORDS:
             yield f"{kind} {_fields(event)}".rstrip()
-        elif text := words(event):
+        elif text := _WORDS[kind](event):
             yield text
-        for command in record.get("commands", ()):
+        commands = record.get("commands", ())
+        yield from _tell_desired([one["desired"] for one in commands if one.get("type") == "want"])
+        for command in commands:
             yield from self._tell_command(record, command)
+
+    def _tell_heard(self, event: Record, *, every: bool) -> Iterator[str]:
+        """A worker joined, or is ready; of one worker alone also what it does."""
+        name, now = _name(event), (int(event.get("incarnation", 0)), bool(event.get("ready")))
+        if self.joined.get(name) != now:
+            yield f"{name} {'is ready' if now[1] else 'joined'} (incarnation {now[0]})"
+        elif every:
+            yield _doing(event)
+        self.joined[name] = now
+
+    def _tell_wait(self, event: Record) -> Iterator[str]:
+        what = str(event.get("what", ""))
+        if what and what != self.waited_for:
+            on = f" ({', '.join(event['on'])})" if event.get("on") else ""
+            yield f"the loop waits for {what}{on}"
+        self.waited_for = what
 
     def _tell_command(self, record: Record, command: Record) -> Iterator[str]:
         match command.get("type"):
@@ -82,9 +107,6 @@ class Story:
                 yield f"order {command.get('number')} refused: {command.get('why')}"
             case "fail":
                 yield f"the run fails with exit {command.get('exit_code')}: {command.get('error')}"
-            case "want":
-                desired = command.get("desired", {})
-                yield _desired(desired)
 
     def _tell_done(self, record: Record, command: Record) -> Iterator[str]:
         call_id = str(command.get("call_id"))
@@ -115,11 +137,9 @@ def log_command(
         story.evaluations = _evaluations(found)
         for record in batch:
             number, names = story.about(record)
-            lines = (
-                [msgspec.json.encode(record).decode()] if as_json else _stamped(record, list(story.tell(record)))
-            )
+            lines = _stamped(record, list(story.tell(record, every=worker is not None)))
             if as_json:
-                list(story.tell(record))
+                lines = [msgspec.json.encode(record).decode()]
             if (step is None or number == step) and (worker is None or worker in names):
                 _print(lines)
         now = time.monotonic()
@@ -181,12 +201,11 @@ def _fields(event: Record) -> str:
     return " ".join(f"{key}={value}" for key, value in event.items() if key not in ("type", "at"))
 
 
-def _heard(event: Record) -> str:
+def _doing(event: Record) -> str:
     version = event.get("serving", -1)
     serves = f", serves version {version}" if version >= 0 else ""
     call = f", call {event['call']}" if event.get("call") else ""
-    doing = event.get("activity", "idle") if event.get("ready") else "starting"
-    return f"{_name(event)} (incarnation {event.get('incarnation')}): {doing}{serves}{call}"
+    return f"{_name(event)} is {event.get('activity', 'idle')}{serves}{call}"
 
 
 def _left(event: Record) -> str:
@@ -203,9 +222,9 @@ def _began(event: Record) -> str:
     return f"controller began epoch {event.get('epoch')}, phase {event.get('phase', 'run')}; workers: {workers}"
 
 
-def _waits(event: Record) -> str:
-    on = f" ({', '.join(event['on'])})" if event.get("on") else ""
-    return f"the loop waits for {event['what']}{on}" if event.get("what") else ""
+def _served(event: Record) -> str:
+    ranks = ", ".join(f"{event.get('role')}-{rank}" for rank in _ranks(event))
+    return f"version {event.get('version')} is served by {ranks}"
 
 
 def _silence(_: Record) -> str:
@@ -214,13 +233,11 @@ def _silence(_: Record) -> str:
 
 _WORDS = {
     "began": _began,
-    "heard": _heard,
     "left": _left,
     "ordered": _ordered,
-    "waits": _waits,
     "opened": lambda event: f"step {event.get('step')} opened",
     "wanted": _silence,
-    "served": lambda event: f"{event.get('role')} ranks {_ranks(event)} serve version {event.get('version')}",
+    "served": _served,
     "ended": lambda event: f"run ended with exit {event.get('exit_code')}",
     "asked": _silence,
     "told": _silence,
@@ -231,9 +248,14 @@ _WORDS = {
 """What is told of an event; of calls one hears when they are done, of silence when somebody is lost."""
 
 
-def _desired(desired: Record) -> str:
-    version = f", policy version {desired['policy_version']}" if desired.get("policy_version") else ""
-    return f"{desired.get('role')} shall {desired.get('phase')}{version} (state {desired.get('version')})"
+def _tell_desired(wants: Sequence[Record]) -> Iterator[str]:
+    """Desired states that one event made: roles by what they shall do."""
+    roles: dict[str, list[str]] = {}
+    for desired in wants:
+        version = f", policy version {desired['policy_version']}" if desired.get("policy_version") else ""
+        roles.setdefault(f"{desired.get('phase')}{version}", []).append(str(desired.get("role")))
+    for what, names in roles.items():
+        yield f"{', '.join(names)} shall {what}"
 
 
 def order_words(order: Order) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 import zmq
 
 from rlmq.buffer.redis_calls import RedisCalls
-from rlmq.cli_buffer import buffer_of
 from rlmq.cli_log import order_words
 from rlmq.common.control import Order, Snapshot, Verb
 from rlmq.common.errors import DeadlineExceeded, DependencyError, ExitCode, UsageError
@@ -25,7 +24,7 @@ from rlmq.common.recipe.diff import changes, harmless
 from rlmq.common.recipe.load import load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
-from rlmq.controller.addresses import server_url
+from rlmq.controller.addresses import claim_home, server_url
 from rlmq.controller.display import GrowingLines
 from rlmq.controller.records import read_snapshot
 from rlmq.controller.runs import find_run, read_summary
@@ -107,10 +106,10 @@ def _give(run: RunFolder, verb: Verb, settings: Mapping[str, str], *, wait: bool
     """
     heard = GrowingLines(run.control_log)
     order = Order(verb=verb, at_unix_s=time.time(), by=_operator(), settings=dict(settings))
-    with buffer_of(run):  # says in one message why there is no server
-        calls = RedisCalls(server_url(load_recipe(run.recipe).recipe, run), run_id=run.run_id, retry_s=_RETRY_S)
+    calls = _records(run)
     try:
-        _refuse_without_controller(run, calls)
+        if not calls.controller()[1]:
+            raise _no_controller(run, "no controller")
         number = calls.order(order)
     finally:
         calls.close()
@@ -122,17 +121,25 @@ def _give(run: RunFolder, verb: Verb, settings: Mapping[str, str], *, wait: bool
     return int(ExitCode.OK)
 
 
-def _refuse_without_controller(run: RunFolder, calls: RedisCalls) -> None:
-    epoch, live = calls.controller()
-    if live:
-        return
+def _records(run: RunFolder) -> RedisCalls:
+    """The control records of a run that is up."""
     ended = read_summary(run).get("exit")
-    raise DependencyError(
-        f"run {run.run_id}",
-        got="no controller" if ended is None else f"a run that has ended (exit {ended})",
-        expected="a run that is up" + (f" (the newest controller was of epoch {epoch})" if epoch else ""),
-        remedy="Start it again: the command that began the run continues it",
-    )
+    if ended is not None:
+        raise _no_controller(run, f"a run that has ended (exit {ended})")
+    recipe = load_recipe(run.recipe).recipe
+    url = server_url(recipe, run)
+    try:
+        calls = RedisCalls(url, run_id=run.run_id, retry_s=_RETRY_S)
+    except DependencyError as error:
+        raise _no_controller(run, f"no server ({error.got})") from error
+    if recipe.redis.url is not None:
+        claim_home(run, url)
+    return calls
+
+
+def _no_controller(run: RunFolder, got: str) -> DependencyError:
+    remedy = "The command that began the run continues it"
+    return DependencyError(f"run {run.run_id}", got=got, expected="a run that is up", remedy=remedy)
 
 
 def _operator() -> str:

@@ -44,9 +44,13 @@ class Bench:
         self.folder = folder / "runs"
         self.children: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, *names: str, program: str = "import time; time.sleep(600)") -> None:
+    def start(self, *names: str, program: str = "time.sleep(600)") -> None:
+        """A process for each name, which has begun its program when this returns."""
         for name in names:
-            self.children[name] = child = subprocess.Popen([sys.executable, "-c", program])
+            command = [sys.executable, "-c", f"import time; print(1, flush=True); {program}"]
+            self.children[name] = child = subprocess.Popen(command, stdout=subprocess.PIPE)
+            assert child.stdout is not None
+            assert child.stdout.readline()
             self.record(Death(at_unix_s=time.time(), name=name, what="started", pid=child.pid))
 
     def record(self, death: Death) -> None:
@@ -87,7 +91,7 @@ class Bench:
         for child in self.children.values():
             child.send_signal(signal.SIGCONT)
             child.kill()
-            child.wait()
+            child.communicate()
 
 
 @pytest.fixture
@@ -127,7 +131,7 @@ def test_a_stopped_process_is_named_until_it_goes_on(bench: Bench, capsys: pytes
 def test_a_worker_that_loops_is_told_from_one_that_sleeps(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     # given two workers that made no progress for 20 s in the same call, one of them computing
     bench.start("controller-0", "actor-0")
-    bench.start("actor-1", program="while True: pass")
+    bench.start("actor-1", program="any(iter(int, 1))")
     wait = Wait(
         who="controller-0", what="call 7/3/actor.train", on=("actor-0", "actor-1"), since_unix_s=time.time()
     )
@@ -245,7 +249,7 @@ def test_the_log_tells_both_histories_by_time(bench: Bench, capsys: pytest.Captu
 
     assert told[:-1] == [
         "controller began epoch 1, phase run; workers: 1 rollout, 2 actor",
-        "rollout-0 (incarnation 1): idle",
+        "rollout-0 is ready (incarnation 1)",
         "step 1 opened",
         "call 1/3/actor.train done by ranks 0,1 in 2.500 s",
         "step 2 opened",

@@ -185,6 +185,21 @@ CASES = [
         ("actor-1 works on call 7/3/actor.train",),
     ),
     Case(
+        "who is called waits for rows that another one holds",
+        {
+            "snapshot": snapshot(
+                member("actor-0", still_s=30.0, call="7/3/actor.train", wait=ROWS, wait_s=30.0),
+                member("reward-0", "scoring", still_s=8.0),
+                waits=(wait("call 7/3/actor.train", "actor-0", since_s=31.0),),
+            ),
+            "stages": stages(("reward", "reward-0", 64, 8.0)),
+            "processes": alive(),
+        },
+        "still",
+        "reward-0",
+        ("reward-0 holds 64 rows of stage reward", "8.0 s", "process 30 sleeps"),
+    ),
+    Case(
         "the controller is stopped",
         {
             "snapshot": snapshot(member("rollout-0"), age_s=4.0),
@@ -289,7 +304,10 @@ CASES = [
     ),
     Case(
         "a worker has not joined yet",
-        {"snapshot": snapshot(phase="run", missing=("actor-0", "recorder-0")), "processes": alive()},
+        {
+            "snapshot": snapshot(missing=("actor-0", "recorder-0"), waits=(wait("workers", "actor-0"),)),
+            "processes": alive(),
+        },
         "starting",
         "actor-0",
         ("waits for actor-0 and 1 more to be ready", "process 40 sleeps"),
@@ -304,6 +322,23 @@ CASES = [
         "moves",
         "rollout-0",
         ("run demo-1 moves, step 7 of 30", f"controller waits for {ROWS}", "rollout-0 holds 64 rows", "0.4 s"),
+    ),
+    Case(
+        "the loop is between two waits",
+        {"snapshot": snapshot(member("rollout-0"), member("actor-0", "training")), "processes": alive()},
+        "moves",
+        "",
+        ("run demo-1 moves, step 7 of 30: actor-0 is training",),
+    ),
+    Case(
+        "a worker that has not joined is stopped",
+        {
+            "snapshot": snapshot(missing=("actor-0",), waits=(wait("workers", "actor-0"),)),
+            "processes": alive(actor_0=state("actor-0", "stopped")),
+        },
+        "stuck",
+        "actor-0",
+        ("actor-0 has not joined: process 40 is stopped",),
     ),
     Case(
         "the run is paused",
