@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -12,11 +13,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from rlmq.common.control import Death, Member, Snapshot
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.commands import ProcessSpec
+from rlmq.controller.records import read_deaths
 from rlmq.controller.server import Server, find_binary
 from rlmq.controller.supervisor import Outcome, Patience, Supervisor
 
@@ -335,3 +339,190 @@ def test_foreign_launcher_variables_do_not_reach_processes(run: RunFolder, monke
     environment = json.loads(_text(run.logs / "controller-0.log"))
     assert "MASTER_PORT" not in environment
     assert environment["OMP_NUM_THREADS"] == "3"
+
+
+def show(run: RunFolder, supervisor: Supervisor, *, phase: str = "run", call: str = "", lost: str = "") -> None:
+    """Write the snapshot as a controller would; `lost` is the worker that it calls lost."""
+    members = tuple(
+        Member(
+            role=name.partition("-")[0],
+            rank=0,
+            incarnation=1,
+            pid=pid,
+            host=platform.node(),
+            activity="scoring",
+            ready=True,
+            serving=-1,
+            silent_s=31.0 if name == lost else 0.1,
+            still_s=0.0,
+            call=call,
+            lost=name == lost,
+        )
+        for name, pid in supervisor.alive().items()
+    )
+    controller = supervisor.alive().get("controller-0", 0)
+    snapshot = Snapshot(
+        at_unix_s=time.time(),
+        run_id=run.run_id,
+        epoch=1,
+        pid=controller,
+        host=platform.node(),
+        phase=phase,
+        step=1,
+        steps=2,
+        policy_version=0,
+        members=members,
+        missing=(),
+        waits=(),
+    )
+    partial = run.control.with_suffix(".new")
+    partial.write_bytes(msgspec.json.encode(snapshot))
+    partial.replace(run.control)
+
+
+def deaths(run: RunFolder, name: str, what: str = "ended") -> list[Death]:
+    return [death for death in read_deaths(run) if death.name == name and death.what == what]
+
+
+def test_a_death_is_written_with_signal_call_and_last_words(run: RunFolder, tmp_path: Path) -> None:
+    # given a worker of which the controller says that it works on a call, and that dies then
+    go, done = tmp_path / "go", tmp_path / "done"
+    code = dies_until(
+        tmp_path / "n",
+        1,
+        f"print('half way', flush=True)\n    while not os.path.exists({str(go)!r}): time.sleep(0.02)\n"
+        "    os.kill(os.getpid(), signal.SIGSEGV)",
+        f"open({str(done)!r}, 'w'); time.sleep(60)",
+    )
+
+    def tick(supervisor: Supervisor) -> None:
+        if not go.exists():
+            show(run, supervisor, call="3/2/actor.train")
+            if "half way" in _text(run.logs / "actor-0.log"):
+                go.touch()
+
+    _, events = supervise(run, program("controller", exits_after(done)), program("actor", code), tick=tick)
+
+    [death] = [d for d in deaths(run, "actor-0") if d.exit_code == -signal.SIGSEGV]
+    assert (death.call, death.last_lines) == ("3/2/actor.train", ("half way",))
+    assert any("signal 11 (SIGSEGV) in call 3/2/actor.train; starting it again (1 of 5)" in e for e in events)
+    assert [d.why for d in deaths(run, "actor-0", "started")] == ["", "restart 1 of 5"]
+    assert deaths(run, "controller-0")[-1].exit_code == 0
+
+
+def test_a_stopped_worker_that_the_controller_lost_is_replaced(run: RunFolder, tmp_path: Path) -> None:
+    # given a worker that stops itself, and another that only computes long
+    done = tmp_path / "done"
+    stops = dies_until(
+        tmp_path / "n", 1, "os.kill(os.getpid(), signal.SIGSTOP)", f"open({str(done)!r}, 'w'); time.sleep(60)"
+    )
+    pids: set[int] = set()
+
+    def tick(supervisor: Supervisor) -> None:
+        pids.add(supervisor.alive().get("actor-0", 0))
+        stopped = (tmp_path / "n").exists() and not done.exists()
+        show(run, supervisor, lost="reward-0" if stopped else "")
+
+    outcome, _ = supervise(
+        run,
+        program("controller", exits_after(done)),
+        program("reward", stops),
+        program("actor", "while True: pass"),
+        tick=tick,
+    )
+
+    assert outcome == Outcome(0)
+    [death] = deaths(run, "reward-0", "killed")[:1]
+    assert (death.exit_code, death.why) == (-signal.SIGKILL, "silent for 31 s")
+    assert len(pids - {0}) == 1
+
+
+def test_a_snapshot_of_another_controller_kills_nobody(run: RunFolder, tmp_path: Path) -> None:
+    # given a snapshot of a controller that is gone, in which a worker is lost
+    done = tmp_path / "done"
+    shown: list[int] = []
+
+    def tick(supervisor: Supervisor) -> None:
+        show(run, supervisor, lost="reward-0")
+        old = msgspec.json.decode(run.control.read_bytes(), type=Snapshot)
+        run.control.write_bytes(msgspec.json.encode(msgspec.structs.replace(old, pid=old.pid + 1)))
+        shown.append(1)
+        if len(shown) > 20:
+            done.touch()
+
+    supervise(run, program("controller", exits_after(done)), program("reward", SLEEPS), tick=tick)
+
+    assert [d.why for d in deaths(run, "reward-0", "killed")] in ([], ["did not end in time"])
+
+
+def test_a_worker_that_left_while_the_run_goes_on_is_started_again(run: RunFolder, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    code = dies_until(tmp_path / "n", 1, "sys.exit(0)", f"open({str(done)!r}, 'w'); time.sleep(60)")
+
+    outcome, _ = supervise(
+        run, program("controller", exits_after(done)), program("reward", code), tick=lambda s: show(run, s)
+    )
+
+    assert outcome == Outcome(0)
+    assert [d.why for d in deaths(run, "reward-0", "started")] == ["", "it had left"]
+
+
+def test_a_worker_that_left_because_the_run_ends_is_not_started_again(run: RunFolder) -> None:
+    outcome, _ = supervise(
+        run,
+        program("controller", "import time; time.sleep(5)"),
+        program("reward", "pass"),
+        tick=lambda s: show(run, s, phase="stop"),
+    )
+
+    assert outcome == Outcome(0)
+    assert len(deaths(run, "reward-0", "started")) == 1
+
+
+def test_a_controller_that_is_stopped_for_good_is_replaced(run: RunFolder, tmp_path: Path) -> None:
+    code = dies_until(tmp_path / "n", 1, "os.kill(os.getpid(), signal.SIGSTOP)", "sys.exit(0)")
+    supervisor = Supervisor(run, [program("controller", code)], silence_s=-59.0, patience=PATIENCE)
+
+    assert supervisor.run() == Outcome(0)
+    assert deaths(run, "controller-0", "killed")[0].why.startswith("no snapshot for")
+
+
+def test_grandchildren_that_left_their_group_end_with_a_killed_worker(run: RunFolder, tmp_path: Path) -> None:
+    # given a worker whose child made a group of its own, and whose grandchild did so too
+    pids, done = tmp_path / "pids", tmp_path / "done"
+    child = (
+        "import os, subprocess, time; p = subprocess.Popen(['sleep', '60'], process_group=0); "
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{p.pid}} '); time.sleep(60)"
+    )
+    code = dies_until(
+        tmp_path / "n",
+        1,
+        f"import subprocess; subprocess.Popen([sys.executable, '-c', {child!r}], process_group=0)\n"
+        f"    while not os.path.exists({str(pids)!r}) or not os.path.getsize({str(pids)!r}): time.sleep(0.02)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)",
+        f"open({str(done)!r}, 'w'); time.sleep(60)",
+    )
+
+    supervise(run, program("controller", exits_after(done)), program("reward", code))
+
+    for pid in pids.read_text().split():
+        wait_until(lambda pid=int(pid): gone(pid), "the grandchild's end")
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (143, 143), (3, 3)])
+def test_sigterm_ends_with_0_when_the_controller_did_all_in_time(run: RunFolder, code: int, exit_code: int) -> None:
+    controller = (
+        f"import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\n"
+        "print('armed', flush=True)\ntime.sleep(60)"
+    )
+    log = run.logs / "controller-0.log"
+    threading.Thread(target=_interrupt_when, args=(lambda: "armed" in _text(log), signal.SIGTERM)).start()
+
+    outcome, _ = supervise(run, program("controller", controller), program("actor", SLEEPS))
+
+    assert outcome.exit_code == exit_code
+
+
+def test_the_limits_of_the_end_follow_from_the_time_to_drain() -> None:
+    patience = Patience.within(20.0)
+    assert 20.0 < patience.controller_s < patience.workers_s < patience.everything_s < 25.0
