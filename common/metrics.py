@@ -104,6 +104,18 @@ BUFFER_LIVE_ROWS = Gauge(
 BUFFER_PAYLOAD_BYTES = Gauge(
     "rlmq_buffer_payload_bytes", "Bytes of row payload that the store holds.", ["table"], registry=REGISTRY
 )
+CONTROL_REFUSED = Counter(
+    "rlmq_control_refused_total",
+    "Peers and messages that the control sockets refused (key, plain, handshake, role, undecodable).",
+    ["reason"],
+    registry=REGISTRY,
+)
+CONTROL_DISCONNECTED = Counter(
+    "rlmq_control_disconnected_total", "Connections to the control sockets that ended.", registry=REGISTRY
+)
+DOORBELLS_DROPPED = Counter(
+    "rlmq_doorbells_dropped_total", "Doorbells that a subscriber which does not read has missed.", registry=REGISTRY
+)
 STEP = Gauge("rlmq_step", "Newest finished training step.", registry=REGISTRY)
 POLICY_VERSION = Gauge("rlmq_policy_version", "Policy version that this worker holds.", registry=REGISTRY)
 

@@ -82,7 +82,7 @@ class Dispatch:
         self.pulses = Pulses(moved_at=self.now())
         self._files = ControlFiles(run)
         self.bus = ControllerBus(
-            run, epoch=epoch, tick=self._renew, tick_s=EPOCH_LEASE_S / 5, quiet=self._is_no_news
+            run, recipe.control, epoch=epoch, tick=self._renew, tick_s=EPOCH_LEASE_S / 5, quiet=self._is_no_news
         )
         self._began(recipe)
 

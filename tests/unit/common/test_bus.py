@@ -57,7 +57,7 @@ def controller(run: RunFolder) -> Iterator[ControllerBus]:
 
 @contextmanager
 def worker(run: RunFolder, heard: list[Doorbell], role: str = "reward") -> Iterator[WorkerBus]:
-    bus = WorkerBus(run, role=role, identity=f"{role}-0-1", heard=heard.append, heartbeat=beat, heartbeat_s=0.1)
+    bus = WorkerBus(run, role=role, heard=heard.append, heartbeat=beat, heartbeat_s=0.1)
     try:
         yield bus
     finally:
@@ -112,7 +112,7 @@ def test_bytes_that_are_no_message_are_counted_and_dropped(run: RunFolder) -> No
             hostile.connect(run.reports_address)
             for data in (b"", b"\x80\x04\x95", b"\xff" * 1000, b"\x93" * 100_000):
                 hostile.send(data)
-            wait_until(lambda: bus.undecodable == 4)
+            wait_until(lambda: bus.refusals.counts.get("undecodable") == 4)
             # then the bus still works
             with worker(run, []):
                 wait_until(lambda: bool(bus.reports()))
