@@ -169,11 +169,6 @@ class LiveRun:
             self.log.follow(self.path / "control_log.jsonl")
         newest = {name: told[-1] for name, told in self.log.heard.items()}
         living = {name: told for name, told in newest.items() if name in began and told.at >= began[name][1]}
-        if not living and self.path is not None:  # a controller that keeps no log yet
-            told = read_json(self.path / "progress.json")
-            now = {n: a for n, a in told.get("activity", {}).items() if n in began}
-            living = {n: Heard(0, 0, a, a != "starting") for n, a in now.items()}
-            return Seen(told.get("step", 0), 0, living, {name: pid for name, (pid, _) in began.items()})
         return Seen(self.log.step, self.log.epoch, living, {name: pid for name, (pid, _) in began.items()})
 
     def progress(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`make matrix`: each role, in each of its activities, killed (`kill -9`) and stopped for seconds (SIGSTOP, SIGCONT).
+"""`make matrix`: each role, in each of its activities, killed (`kill -9`) and stopped (SIGSTOP, SIGCONT).
 
 Several faults share a run: the next one waits for the recovery from the one before, and for a process that is in
 an activity which is still wanted. Controller and server have no activity of their own; theirs is that of the run.

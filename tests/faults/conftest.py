@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import server_binary
+from faults.echo_run import EchoRun
 from faults.scene import Scene, Server
 
 
@@ -36,3 +38,19 @@ def scene(server: Server, tmp_path: Path, rng: random.Random) -> Iterator[Scene]
     scene = Scene(server, tmp_path, rng)
     yield scene
     scene.close()
+
+
+@pytest.fixture
+def echo(tmp_path: Path, rng: random.Random) -> Iterator[Callable[..., EchoRun]]:
+    """Starts whole runs of echo workers (`echo_run.py`), and ends them."""
+    runs: list[EchoRun] = []
+
+    def start(*overrides: str, name: str = "run", **options: Any) -> EchoRun:
+        run = EchoRun(tmp_path / name, *overrides, **options)
+        runs.append(run)
+        run.start()
+        return run
+
+    yield start
+    for run in runs:
+        run.end()
