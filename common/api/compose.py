@@ -5,6 +5,7 @@ The top layer alone knows the three layers below; everything is imported in the 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import time
@@ -122,9 +123,12 @@ def worker_main(process: Process, role: str, rank: int) -> int:
     from rlmq.common.worker_loop import Worker
 
     def make_role(context: WorkerContext) -> Role:
+        gc.disable()  # torch and transformers make objects by the million, and garbage of none: a quarter of the time
         module, _, name = ROLES[role].partition(":")
         found = getattr(importlib.import_module(module), name)
         made: Role = found(context, process.store)
+        gc.freeze()
+        gc.enable()
         return made
 
     worker = Worker(
