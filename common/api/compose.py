@@ -123,7 +123,7 @@ def worker_main(process: Process, role: str, rank: int) -> int:
     from rlmq.common.worker_loop import Worker
 
     def make_role(context: WorkerContext) -> Role:
-        gc.disable()  # torch and transformers make objects by the million, and garbage of none: a quarter of the time
+        gc.disable()  # imports make objects by the million and no garbage: looking for it is a quarter of the time
         module, _, name = ROLES[role].partition(":")
         found = getattr(importlib.import_module(module), name)
         made: Role = found(context, process.store)
