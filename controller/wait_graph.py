@@ -176,10 +176,11 @@ def _over(evidence: Evidence) -> Answer | None:
         return _answer("ended", "", f"{run} ended {ago} with exit {evidence.ended}{step}{cause}")
     if evidence.snapshot is None and not evidence.deaths:
         return _answer("ended", "", f"{run} has never had a controller, and none of its processes is there")
-    name, state = _first_gone(evidence)
-    last = _last_wait(evidence)
-    text = f"{run} has no process left and wrote no end: killed together, its last word {ago}{_step(evidence)}"
-    return _answer("ended", name, f"{text}{last}; the command that began it continues it", state)
+    supervisor = evidence.processes.get(SUPERVISOR)
+    died = "killed" if supervisor is None else f"killed with its supervisor, process {supervisor.pid},"
+    text = f"{run} was {died} and wrote no end; its last word was {ago}{_step(evidence)}{_last_wait(evidence)}"
+    name = "" if supervisor is None else SUPERVISOR
+    return _answer("ended", name, f"{text}; the command that began it continues it", supervisor)
 
 
 def _cause(evidence: Evidence, code: int) -> str:
@@ -192,14 +193,6 @@ def _cause(evidence: Evidence, code: int) -> str:
             words = said[-1] if said else death.why or describe_exit(death.exit_code or 0)
             return f"; {death.name} said: {words}" if said else f"; {death.name}: {words}"
     return ""
-
-
-def _first_gone(evidence: Evidence) -> tuple[str, ProcessState | None]:
-    """Of processes that died together, the one that takes the others with it."""
-    for name in (SUPERVISOR, SERVER, CONTROLLER):
-        if name in evidence.processes:
-            return name, evidence.processes[name]
-    return "", None
 
 
 def _last_wait(evidence: Evidence) -> str:
@@ -359,6 +352,8 @@ def _followed(evidence: Evidence, snapshot: Snapshot) -> Answer:
         busy = [f"{one.name} is {one.activity}" for one in snapshot.members if one.activity != "idle"]
         return _moving(evidence, ", ".join(busy[:3]) or "at this moment nobody is busy")
     state = evidence.processes.get(worst.name)
+    if worst.name in snapshot.missing:
+        return _starting(evidence, (worst.name,))
     if worst.still_s < STILL_S:
         return _moving(evidence, _words(worst), worst.name, state)
     text = _words(worst)
@@ -380,7 +375,9 @@ def _starting(evidence: Evidence, missing: Sequence[str]) -> Answer:
     state = evidence.processes.get(name)
     where = _state(evidence, name, state) if state is not None else "it has not joined, and its pid is not known"
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-    return _answer("starting", name, f"the run waits for {name}{more} to be ready: {where}", state)
+    last = _last_death(evidence, name)
+    since = f", started {age(evidence.now_unix_s - last.at_unix_s)} ago" if last and last.what == "started" else ""
+    return _answer("starting", name, f"the run waits for {name}{more} to be ready: {where}{since}", state)
 
 
 def _guilt(evidence: Evidence, one: _Suspect) -> tuple[bool, bool, bool, float]:

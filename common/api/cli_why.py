@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rlmq.cli_buffer import new_console, new_grid, plain, print_json
 from rlmq.common.errors import ExitCode
-from rlmq.controller.wait_graph import Answer, Evidence, age, explain
+from rlmq.controller.wait_graph import Answer, Edge, Evidence, age, explain
 from rlmq.run_view import look_at
 
 _EDGES_SHOWN = 14
@@ -42,13 +42,18 @@ def answer_json(evidence: Evidence, answer: Answer) -> dict[str, Any]:
     }
 
 
+def _left(edge: Edge) -> str:
+    if edge.left_s is None:
+        return ""
+    return age(edge.left_s) if edge.left_s >= 0 else "over"
+
+
 def _print_answer(evidence: Evidence, answer: Answer) -> None:
     console = new_console()
     if answer.edges:
         grid = new_grid("who", "waits for", "since", "until", "owned by", right=("since", "until"))
         for edge in answer.edges[:_EDGES_SHOWN]:
-            left = "" if edge.left_s is None else f"{age(edge.left_s)}" if edge.left_s >= 0 else "over"
-            grid.add_row(edge.who, plain(edge.what), age(edge.since_s), left, ", ".join(edge.on))
+            grid.add_row(edge.who, plain(edge.what), age(edge.since_s), _left(edge), ", ".join(edge.on))
         console.print(grid)
         if len(answer.edges) > _EDGES_SHOWN:
             console.print(f"and {len(answer.edges) - _EDGES_SHOWN} more (--json has all)")

@@ -174,7 +174,7 @@ def test_a_run_whose_processes_are_gone_is_explained_from_its_files(
     out = capsys.readouterr().out
     # then the files tell, with their age
     assert "from the run's files, 5 min old" in out
-    assert "waited for call 7/3/actor.train (actor-0)" in out
+    assert "when controller-0 waited for call 7/3/actor.train (actor-0)" in out
     assert len(out.splitlines()) <= 24
     # and the status has no run that is up
     assert cli_status.status_command(None, folder=bench.folder, as_json=False) == 3

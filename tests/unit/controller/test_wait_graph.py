@@ -378,7 +378,22 @@ CASES = [
         },
         "ended",
         "supervisor",
-        ("no process left", "its last word 5 min ago, step 7 of 30", "waited for call 7/3/actor.train (actor-0)"),
+        ("killed with its supervisor, process 10", "last word was 5 min ago, step 7 of 30", "call 7/3/actor.train"),
+    ),
+    Case(
+        "a worker that was killed is not ready again yet",
+        {
+            "snapshot": snapshot(
+                member("rollout-0", ready=False, still_s=9.0),
+                waits=(wait("call 7/4/rollout.receive_weights", "rollout-0"),),
+                missing=("rollout-0",),
+            ),
+            "processes": alive(rollout_0=ProcessState(99, "runs", busy=0.9)),
+            "deaths": [ended("rollout-0", -9, 9.5), started("rollout-0", 99, 9.0)],
+        },
+        "starting",
+        "rollout-0",
+        ("waits for rollout-0 to be ready: process 99 computes (90% of a core), started 9.0 s ago",),
     ),
     Case(
         "the controller was killed and starts again",
