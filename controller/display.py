@@ -117,7 +117,7 @@ def run_panel(
     step, steps = _count(progress.get("step")), _count(progress.get("steps"))
     figures = Table.grid(padding=(0, 2))
     figures.add_row(
-        f"phase [bold]{escape(str(progress.get('phase', 'starting')))}[/]",
+        f"phase {_phase(str(progress.get('phase', 'starting')))}",
         f"step [bold]{step}/{steps or '?'}[/]",
         f"reward [bold]{number(progress.get('reward_mean'))}[/]",
         f"{number(progress.get('tokens_per_s'), 0)} tokens/s",
@@ -140,6 +140,13 @@ def run_panel(
         if line.get("kind") != "eval":
             parts.append(Text(describe_line(line, steps or None), no_wrap=True, overflow="ellipsis"))
     return Panel(Group(*parts), title=escape(run_id), title_align="left")
+
+
+def _phase(phase: str) -> str:
+    """What an operator wants stands out, with how to take it back."""
+    if phase == "pause":
+        return "[bold yellow]paused[/] (rlmq resume lets it go on)"
+    return f"[bold]{escape(phase)}[/]"
 
 
 def describe_line(line: Mapping[str, Any], steps: object = None) -> str:

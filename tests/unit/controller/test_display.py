@@ -171,3 +171,9 @@ def test_the_progress_bar_and_the_figures_have_lines_of_their_own() -> None:
     [figures] = [line for line in lines if "phase run" in line]
     assert "phase" not in bar
     assert "step 3/20" in figures
+
+
+def test_a_paused_run_says_how_it_goes_on() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(run_panel("demo-1", {"phase": "pause", "step": 3, "steps": 20}, [], 1.0))
+    assert "paused (rlmq resume lets it go on)" in console.export_text()
