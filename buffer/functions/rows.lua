@@ -254,7 +254,10 @@ local function lease_of(t, slot, serial)
 end
 
 local function end_lease(t, held, call)
-  redis.call('HSET', t.key.leases, held.slot, cmsgpack.pack({held.serial, 0, t.now, call}))
+  local record = {held.serial, 0, t.now, call}
+  local packed = cmsgpack.pack(record)
+  redis.call('HSET', t.key.leases, held.slot, packed)
+  keep(packed, record)
 end
 
 local FORGET_MS = 3600000  -- so long an ended lease answers repeated calls

@@ -200,21 +200,26 @@ local function is_over(t, chunk)
   return true
 end
 
--- Stages whose indexes change when a chunk that is one run goes from one signature to another ('': there is none).
+-- Stages whose indexes change when a chunk that is one run goes from one signature to another ('': there is none): those whose chunks
+-- become ready, those whose chunks are ready no more, and those of which more than that changes.
 local function affected(config, old, new)
-  local list = {}
+  local enters, leaves, others = {}, {}, {}
   for i, stage in ipairs(config.stages) do
     local at = config.pos[i]
     local from, to = string.sub(old, at, at), string.sub(new, at, at)
     local opened, open = from == 'w' or from == 'c', to == 'w' or to == 'c'
-    if (from == 'r') ~= (to == 'r') or (stage.min_batch > 1 and opened ~= open)
-      or (stage.selector == 'prioritized' and new == '') then list[#list + 1] = i end
+    if stage.by_unit or stage.min_batch > 1 then
+      if (from == 'r') ~= (to == 'r') or opened ~= open or (stage.selector == 'prioritized' and new == '') then others[#others + 1] = i end
+    elseif (from == 'r') ~= (to == 'r') then
+      local list = to == 'r' and enters or leaves
+      list[#list + 1] = stage
+    end
   end
-  return list
+  return enters, leaves, others
 end
 
 -- What it brings with it that rows of one chunk, all alike, go from one signature to another ('': there was no such chunk):
--- {changes of the counters, stages whose indexes change, whether the chunk is over}.
+-- changes of the counters and indexes, and whether the chunk is over.
 local function change_of(config, old, new)
   local memo = config.memo.change or new_memo(config, 'change')
   local by_new = memo[old]
@@ -226,9 +231,9 @@ local function change_of(config, old, new)
   if not found then
     count_learnt(config)
     local over = sig_is_over(config, new)
-    found = {
-      counters = changes(config, old == '' and config.blank or old, new), stages = affected(config, old, over and '' or new), over = over,
-    }
+    local enters, leaves, others = affected(config, old, over and '' or new)
+    local counters = changes(config, old == '' and config.blank or old, new)
+    found = {counters = counters, enters = enters, leaves = leaves, others = others, over = over}
     by_new[new] = found
   end
   return found

@@ -282,25 +282,27 @@ local function unlink(keys)
   for from = 1, #keys, SOME do redis.call('UNLINK', unpack(keys, from, math.min(from + SOME - 1, #keys))) end
 end
 
-local slashes = {}  -- of each unit
+local slashes = {}  -- between chunk and name, by unit
 
-local function payload_key(prefix, chunk, unit, name)
-  local slash = slashes[unit]
-  if not slash then
-    slash = '/' .. unit .. '.'
-    slashes[unit] = slash
+local function slash(unit)
+  local text = slashes[unit]
+  if not text then
+    text = '/' .. unit .. '.'
+    slashes[unit] = text
   end
-  return prefix .. KEY.payload .. chunk .. slash .. name
+  return text
 end
 
+local function payload_key(prefix, chunk, unit, name) return prefix .. KEY.payload .. chunk .. slash(unit) .. name end
+
 local function add_keys(t, chunk, keys)
-  local find, sub, prefix, id, all, n = string.find, string.sub, t.prefix, chunk.id, chunk.pieces, #keys
+  local find, sub, head, all, n = string.find, string.sub, t.key.payload .. chunk.id, chunk.pieces, #keys
   for j = 1, #all do
     local pieces, from = all[j], 1
     while from <= #pieces do
       local stop = find(pieces, ':', from, true)
       n = n + 1
-      keys[n] = payload_key(prefix, id, j, sub(pieces, from, stop - 1))
+      keys[n] = head .. slash(j) .. sub(pieces, from, stop - 1)
       from = find(pieces, ';', stop, true) + 1
     end
   end

@@ -226,6 +226,9 @@ local function in_parts(command, key, list)
   for from = 1, #list, SOME do redis.call(command, key, unpack(list, from, math.min(from + SOME - 1, #list))) end
 end
 
+-- Where the chunk stands among those that are ready for the stage.
+local function place(chunk, stage) return stage.selector == 'fresh_first' and -chunk.ordinal or chunk.ordinal end
+
 -- Bring the indexes of these stages from a chunk's runs before to its runs now (none: it is freed).
 local function index(t, chunk, now, stages)
   local before = chunk.before
@@ -249,7 +252,7 @@ local function index(t, chunk, now, stages)
         end
       end
     elseif has_now and not had then
-      zadd(t, key, stage.selector == 'fresh_first' and -chunk.ordinal or chunk.ordinal, chunk.id)
+      zadd(t, key, place(chunk, stage), chunk.id)
     elseif had and not has_now then
       zrem(t, key, chunk.id)
     end
@@ -296,7 +299,16 @@ local function account(t, chunk)
   end
   local change = change_of(t.config, before[3] or '', runs[3])
   add_up(t.state, change.counters, chunk.n)
-  if change.stages[1] then index(t, chunk, change.over and NONE or runs, change.stages) end
+  local enters, leaves, others, id, alone = change.enters, change.leaves, change.others, chunk.id, not t.order[2]
+  for k = 1, #enters do
+    local key = enters[k].key.ready
+    if alone then redis.call('ZADD', key, place(chunk, enters[k]), id) else zadd(t, key, place(chunk, enters[k]), id) end
+  end
+  for k = 1, #leaves do
+    local key = leaves[k].key.ready
+    if alone then redis.call('ZREM', key, id) else zrem(t, key, id) end
+  end
+  if others[1] then index(t, chunk, change.over and NONE or runs, others) end
   return change.over
 end
 
@@ -334,6 +346,10 @@ local function commit(t)
   local packed = struct.pack(config.format, unpack(state, 1, config.fields))
   size = size + 2
   sets[size - 1], sets[size] = key.state, packed
-  for from = 1, size, SOME do redis.call('MSET', unpack(sets, from, math.min(from + SOME - 1, size))) end
+  if size <= SOME then
+    redis.call('MSET', unpack(sets))
+  else
+    for from = 1, size, SOME do redis.call('MSET', unpack(sets, from, math.min(from + SOME - 1, size))) end
+  end
   config.packed, config.state = packed, state
 end
