@@ -38,6 +38,10 @@ class Keys:
         """The secret key of a name."""
         return self.folder / f"{name}.key"
 
+    def public_file(self, name: str) -> Path:
+        """The public key of a name."""
+        return self.folder / f"{name}.pub"
+
     def secret(self, name: str) -> bytes:
         """The secret key (Z85).
 
@@ -48,7 +52,7 @@ class Keys:
 
     def public(self, name: str) -> bytes:
         """The public key (Z85); raises as `secret`."""
-        return self._read(self.folder / f"{name}.pub")
+        return self._read(self.public_file(name))
 
     def speakers(self) -> dict[bytes, str]:
         """The allow-list: public key (Z85) to the name that it speaks for; raises as `secret`."""
@@ -57,7 +61,7 @@ class Keys:
         return {self.public(name): name for name in names if name != CONTROLLER}
 
     def make(self, name: str, *, anew: bool = False) -> bool:
-        """Make the pair of a name, unless it is there; returns whether it did.
+        """Make the pair of a name, unless it (or its public half) is there; returns whether it did.
 
         Raises:
             UsageError: others can look into the folder. DependencyError: it cannot be written.
@@ -65,17 +69,18 @@ class Keys:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_folder()
-            if self.file(name).exists() and not anew:
-                self.secret(name)
+            there = self.file(name).exists()
+            if not anew and not there and self.public_file(name).exists():
+                self.public(name)
                 return False
-            public, secret = zmq.curve_keypair()
-            for path, key in ((self.file(name), secret), (self.folder / f"{name}.pub", public)):
-                _write_private(path, key + b"\n")
+            secret = self.secret(name) if there and not anew else zmq.curve_keypair()[1]
+            _write_private(self.file(name), secret + b"\n")
+            _write_private(self.public_file(name), zmq.curve_public(secret) + b"\n")
         except OSError as error:
             raise DependencyError(
                 f"key folder {self.folder}", got=str(error), expected="a place for keys"
             ) from error
-        return True
+        return anew or not there
 
     def serve(self, socket: zmq.Socket[bytes]) -> None:
         """Make this socket the controller's: before it binds."""

@@ -128,7 +128,7 @@ class Attempts:
 
     def _unanswered(self, keys: Keys) -> DependencyError:
         return DependencyError(
-            f"key {keys.folder / f'{CONTROLLER}.pub'}",
+            f"key {keys.public_file(CONTROLLER)}",
             got=f"no answer to it from {self._endpoint} for {self.patience_s:g} s",
             expected="the public key of the controller that listens there",
             remedy=f"Copy {CONTROLLER}.pub from the controller's key folder",

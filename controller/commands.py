@@ -106,4 +106,4 @@ def process_specs(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], r
 
 
 def _spec(recipe: Recipe, role: str, index: int, argv: tuple[str, ...]) -> ProcessSpec:
-    return ProcessSpec(role, index, argv, process_environment(recipe, role), READS[role])
+    return ProcessSpec(role, index, argv, process_environment(recipe, role), (*READS[role], "control"))

@@ -313,6 +313,20 @@ def bench(
 
 @app.command()
 @ends_in_one_message
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where the keys lie.")] = Path("keys"),
+    role: Annotated[
+        str | None, typer.Option("--role", help="Make this pair anew: a role, controller or operator.")
+    ] = None,
+) -> int:
+    """Make the keys of the control plane that are missing, and say which machine needs which."""
+    from rlmq.cli_keys import keys_command
+
+    return keys_command(folder, role)
+
+
+@app.command()
+@ends_in_one_message
 def algorithms() -> int:
     """List the algorithms."""
     from rlmq.cli_read import algorithms_command

@@ -6,6 +6,7 @@ may be lost; it looks at the records once a second.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import getpass
 import socket
@@ -13,13 +14,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import zmq
-
 from rlmq.buffer.redis_calls import RedisCalls
 from rlmq.cli_log import order_words
+from rlmq.common.bus import ring_controller
 from rlmq.common.control import Order, Snapshot, Verb
-from rlmq.common.errors import DeadlineExceeded, DependencyError, ExitCode, UsageError
-from rlmq.common.messages import Ordered, encode
+from rlmq.common.errors import DeadlineExceeded, DependencyError, ExitCode, RlmqError, UsageError
 from rlmq.common.recipe.diff import changes, harmless
 from rlmq.common.recipe.load import load_recipe
 from rlmq.common.recipe.schema import Recipe
@@ -31,7 +30,6 @@ from rlmq.controller.runs import find_run, read_summary
 
 _POLL_S = 0.1
 _RETRY_S = 5.0
-_LINGER_MS = 300
 _OWN_KEYS = ("checkpoint.every_steps", "evaluate.every_steps", "deadlines.step_s", "train.steps")
 _PHASES: Mapping[Verb, str] = {"pause": "pause", "resume": "run"}
 
@@ -152,10 +150,8 @@ def _operator() -> str:
 
 def _ring(run: RunFolder) -> None:
     """Tell the controller to look; when this is lost, it looks a second later."""
-    with zmq.Context(io_threads=1) as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.LINGER, _LINGER_MS)
-        dealer.connect(run.reports_address)
-        dealer.send(encode(Ordered()))
+    with contextlib.suppress(RlmqError):  # without the operator's key
+        ring_controller(run, load_recipe(run.recipe).recipe.control)
 
 
 # -- what became of it ---------------------------------------------------------------------------------------------

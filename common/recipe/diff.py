@@ -1,9 +1,9 @@
 """What changed between two recipes, and whether a run may go on with the change.
 
 A change is *harmless* when the finished run could have been made with the new recipe from its beginning:
-ends, rhythm of checkpoints, waits, leases, trackers, worker counts, how many rows a stage hands out at once. In
-deterministic mode what moves the last bits (trainer ranks, threads, micro-batches) or lets the clock decide
-(a reward's time limit) is not.
+ends, rhythm of checkpoints, waits, leases, the control plane's address, trackers, worker counts, how many rows a
+stage hands out at once. In deterministic mode what moves the last bits (trainer ranks, threads, micro-batches) or
+lets the clock decide (a reward's time limit) is not.
 
 Not harmless, though one might think so: `rollout.batch_size_per_device` and `evaluate.samples` (rows of the
 open step were already cut into chunks with the old value), `evaluate.temperature` and `data.eval` (the
@@ -30,6 +30,7 @@ _HARMLESS = (
     "checkpoint.*",
     "stages.*",
     "deadlines.*",
+    "control.*",
     "track",
 )
 _WITHIN_TOLERANCE = (

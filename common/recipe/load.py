@@ -62,6 +62,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
     folder = path.resolve().parent
     if path.is_symlink():
         recipe = _beside_link(recipe, path.parent.absolute(), folder)
+    recipe = _with_key_folder(recipe, folder)
     return LoadedRecipe(recipe, path, folder, tuple(overrides))
 
 
@@ -199,6 +200,15 @@ def _beside_link(recipe: Recipe, link_folder: Path, folder: Path) -> Recipe:
         return name
 
     return Recipe.model_validate(_map_sources(recipe, place))
+
+
+def _with_key_folder(recipe: Recipe, folder: Path) -> Recipe:
+    """`control.keys` as every process of this machine finds it; `~` and variables are each process's own."""
+    control = recipe.control
+    if control.keys is None or control.keys[0:1] in ("~", "$"):
+        return recipe
+    control = control.model_copy(update={"keys": str(folder / control.keys)})
+    return recipe.model_copy(update={"control": control})
 
 
 def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, Any]:

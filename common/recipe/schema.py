@@ -5,6 +5,7 @@ Unknown keys are refused. `rlmq check RECIPE` validates a file; `--dry-run` prin
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -245,11 +246,35 @@ class ControlBlock(Block):
     """How controller and workers talk."""
 
     address: str | None = Field(
-        default=None, description="tcp://HOST:PORT of the controller; none: sockets of this machine."
+        default=None,
+        description="tcp://HOST:PORT of the controller (it takes the next port too); none: this machine's sockets.",
     )
     keys: str | None = Field(
-        default=None, description="Folder of CURVE keys (`rlmq keys`); needed off this machine."
+        default=None,
+        description="Folder of CURVE keys (`rlmq keys`, or $CREDENTIALS_DIRECTORY); needed off this machine.",
     )
+
+    @model_validator(mode="after")
+    def _guarded(self) -> ControlBlock:
+        """What others reach needs keys. A name is not looked up: all but `localhost` count as reached by others."""
+        if self.address is None:
+            return self
+        host, port = self.place
+        if not self.address.startswith("tcp://") or not host or not 0 < port < 65535:
+            raise ValueError("address: tcp://HOST:PORT with a port from 1 to 65534")
+        try:
+            loopback = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+        except ValueError:
+            loopback = False
+        if self.keys is None and not loopback:
+            raise ValueError(f"keys (of `rlmq keys`) with {self.address}, which other machines reach")
+        return self
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port of `address`, where there is one."""
+        host, _, port = (self.address or "").removeprefix("tcp://").rpartition(":")
+        return host, int(port) if port.isdecimal() else 0
 
 
 class Recipe(Block):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from rlmq.common.bus import ControllerBus, WorkerBus, may_say, ring_controller
 from rlmq.common.calls import CallResult
@@ -17,6 +18,7 @@ from rlmq.common.curve import Keys
 from rlmq.common.endpoints import Endpoints
 from rlmq.common.errors import DependencyError, UsageError
 from rlmq.common.messages import Beat, Done, Doorbell, Goodbye, Heartbeat, Ordered, Report
+from rlmq.common.recipe.load import load_recipe
 from rlmq.common.recipe.schema import ControlBlock
 from rlmq.common.run_folder import RunFolder
 
@@ -112,6 +114,19 @@ def test_keys_are_made_once_and_for_their_owner_only(keys: Keys) -> None:
     assert {path.stat().st_mode & 0o777 for path in keys.folder.iterdir()} == {0o600}
 
 
+def test_half_a_pair_is_completed_or_left_alone(keys: Keys) -> None:
+    # given the controller's machine, with the public half alone, and a pair whose public half was lost
+    keys.file("actor").unlink()
+    public = keys.public("reward")
+    keys.public_file("reward").unlink()
+    before = keys.public("actor")
+    # then neither is replaced
+    assert not keys.make("actor")
+    assert not keys.make("reward")
+    assert keys.public("actor") == before
+    assert keys.public("reward") == public
+
+
 def test_a_key_that_is_made_anew_replaces_both_halves(keys: Keys) -> None:
     before = keys.secret("reward"), keys.public("reward")
     assert keys.make("reward", anew=True)
@@ -156,11 +171,15 @@ def test_a_file_that_is_no_key_is_named(keys: Keys, text: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "192.0.2.7", "example.org", "eth0"])
-def test_an_address_that_others_reach_needs_keys(run: RunFolder, host: str) -> None:
-    control = ControlBlock.model_construct(address=f"tcp://{host}:{free_port()}", keys=None)
-    with pytest.raises(UsageError, match=r"control\.address.*without control\.keys"):
-        ControllerBus(run, control, epoch=1, tick=lambda: None, tick_s=1.0)
-    assert not run.sockets.exists()
+def test_an_address_that_others_reach_needs_keys(tmp_path: Path, host: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "run: {name: n}\nmodel: m\ndata: {train: t}\nreward: [{function: 'r.py:f'}]\ntrain: {steps: 1}\n"
+        f"control: {{address: 'tcp://{host}:5555'}}\n"
+    )
+    with pytest.raises(UsageError, match=r"line 6.*keys \(of `rlmq keys`\)"):
+        load_recipe(recipe)
+    assert load_recipe(recipe, ["control.keys=keys"]).recipe.control.address == f"tcp://{host}:5555"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1"])
@@ -173,10 +192,12 @@ def test_loopback_needs_no_keys_and_says_so(run: RunFolder, host: str, capfd: py
     assert "no keys" in out.out + out.err
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:65535", "tcp://127.0.0.1:66000"])
-def test_a_port_that_leaves_no_room_for_the_next_is_refused(run: RunFolder, address: str) -> None:
-    with pytest.raises(UsageError, match="65534"):
-        Endpoints.of(run, ControlBlock.model_construct(address=address, keys=None))
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1:0", "tcp://127.0.0.1:65535", "127.0.0.1:5555", "tcp://:5555", "ipc://x:1", ""]
+)
+def test_another_form_of_address_is_refused(address: str) -> None:
+    with pytest.raises(ValidationError, match="65534"):
+        ControlBlock(address=address)
 
 
 # -- the door ------------------------------------------------------------------------------------------------
