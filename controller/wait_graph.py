@@ -142,7 +142,7 @@ def edges(evidence: Evidence) -> Iterator[Edge]:
         yield Edge(wait.who, wait.what, wait.on, now - wait.since_unix_s, left_s)
     for rows in evidence.stages:
         for lease in sorted(rows.leases, key=lambda one: one.left_s):
-            what = f"{_rows(lease.rows)} that it holds"
+            what = f"{_rows(lease.rows)} that are leased"
             who = f"stage {rows.stage} of {rows.table}"
             yield Edge(who, what, (lease.worker,), rows.lease_s - lease.left_s, lease.left_s)
     waiters = dict.fromkeys(one.worker for one in evidence.waiting if one.worker != CONTROLLER)
@@ -156,10 +156,16 @@ def edges(evidence: Evidence) -> Iterator[Edge]:
 
 def _sleeper(evidence: Evidence, waiting: Sequence[Waiting]) -> Edge:
     """A worker that sleeps in the store, for rows or room in one of several places."""
-    places = [f"stage {one.stage} in table {one.table}" if one.stage else f"table {one.table}" for one in waiting]
     owners = [name for one in waiting if one.stage for name in _owners(evidence, one.table, one.stage)]
-    what = f"{waiting[0].for_what} of {', or of '.join(places)}"
+    wishes = dict.fromkeys(_wish(one) for one in waiting)
+    tables = " or ".join(dict.fromkeys(one.table for one in waiting))
+    what = f"{' or '.join(wishes)} in table {tables}"
     return Edge(waiting[0].worker, what, tuple(dict.fromkeys(owners)), max(one.since_s for one in waiting))
+
+
+def _wish(one: Waiting) -> str:
+    what = "rows" if one.for_what == "1 ready rows" else one.for_what
+    return f"{what} of stage {one.stage}" if one.stage else what
 
 
 # -- the run is over ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlmq.buffer.redis_calls import RedisCalls
 from rlmq.cli_log import order_words
@@ -159,46 +160,52 @@ def _ring(run: RunFolder) -> None:
 
 def _await(run: RunFolder, order: Order, number: int, heard: GrowingLines, within_s: float) -> str:
     deadline = time.monotonic() + within_s
-    obeyed = False
+    obeyed = None
     while True:
         for line in heard.new():
             obeyed = obeyed or _obeyed(line, order, number)
         snapshot = read_snapshot(run)
-        effect = _effect(order, snapshot) if obeyed and snapshot is not None else ""
+        if obeyed is not None and order.verb == "set":
+            return _changed(order, obeyed)
+        effect = _effect(order.verb, snapshot) if obeyed is not None and snapshot is not None else ""
         if effect:
             return effect
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"order {number} of run {run.run_id}, {order_words(order)}",
-                got="obeyed, but without its effect yet" if obeyed else "no word of the controller",
+                got="no effect yet, though it was read" if obeyed is not None else "no word of the controller",
                 expected=f"its effect within {within_s:g} s",
                 remedy="The order is stored and stays; `rlmq why` names who holds it up",
             )
         time.sleep(_POLL_S)
 
 
-def _obeyed(line: Mapping[str, object], order: Order, number: int) -> bool:
-    """Whether this line of the controller's log is about the order.
+def _obeyed(line: Mapping[str, Any], order: Order, number: int) -> Mapping[str, Any] | None:
+    """The commands of this line of the controller's log by type, if the line is about the order.
 
     Raises:
         UsageError: the controller refuses it.
     """
-    event, commands = line.get("event"), line.get("commands", ())
-    if not isinstance(event, dict) or (event.get("type"), event.get("number")) != ("ordered", number):
-        return False
-    for command in commands if isinstance(commands, list) else ():
-        if command.get("type") == "refuse":
-            raise UsageError(f"order {number}, {order_words(order)}", got=f"refused: {command.get('why')}")
-    return True
+    event = line.get("event", {})
+    if (event.get("type"), event.get("number")) != ("ordered", number):
+        return None
+    commands = {one["type"]: one for one in line.get("commands", ())}
+    if "refuse" in commands:
+        raise UsageError(f"order {number}, {order_words(order)}", got=f"refused: {commands['refuse'].get('why')}")
+    return commands
 
 
-def _effect(order: Order, snapshot: Snapshot) -> str:
+def _changed(order: Order, commands: Mapping[str, Any]) -> str:
+    """From which step on the settings count, as the controller keeps them."""
+    kept = commands["keep"]["settings"]
+    first = max(kept[key][-1][0] for key in order.settings)
+    return f"{', '.join(f'{key}={value}' for key, value in order.settings.items())} from step {first} on"
+
+
+def _effect(verb: Verb, snapshot: Snapshot) -> str:
     """What the order has brought about; empty while it has not."""
     where = f"at step {snapshot.step} of {snapshot.steps}"
-    if order.verb == "set":
-        settings = ", ".join(f"{key}={value}" for key, value in order.settings.items())
-        return f"{settings} from step {snapshot.step + 1} on"
-    if order.verb in _PHASES:
-        words = "paused" if order.verb == "pause" else "goes on"
-        return f"{words} {where}" if snapshot.phase == _PHASES[order.verb] else ""
+    if verb in _PHASES:
+        words = "paused" if verb == "pause" else "goes on"
+        return f"{words} {where}" if snapshot.phase == _PHASES[verb] else ""
     return f"ended {where} with exit {snapshot.ended}" if snapshot.ended is not None else ""

@@ -125,7 +125,9 @@ def test_the_effect_is_waited_for_and_told(steered: Steered, capsys: pytest.Capt
 
 
 def test_settings_apply_from_the_next_step(steered: Steered, capsys: pytest.CaptureFixture[str]) -> None:
-    thread = in_background(steered.obey)
+    settings = {"train.steps": [(8, "40")], "reward.brevity.weight": [(3, "1"), (8, "0.25")]}
+    kept = events.Keep(phase="run", orders=1, settings=settings)
+    thread = in_background(lambda: steered.obey(kept))
 
     assert steered.set("c-1", "train.steps=40", "reward.brevity.weight=0.25", wait=True) == 0
 

@@ -437,7 +437,7 @@ def test_the_graph_has_the_controller_the_leases_and_who_sleeps() -> None:
         run_id="demo-1",
         snapshot=snapshot(member("rollout-1", "generating"), member("reward-0", wait="rows"), waits=(wait(ROWS),)),
         stages=stages(("rollout", "rollout-1", 64, 2.0)),
-        waiting=[Waiting("reward-0", "train", "reward", "1 ready rows", 2.5)],
+        waiting=[Waiting("reward-0", name, "reward", "1 ready rows", 2.5) for name in ("train", "eval")],
         processes=alive(),
     )
     # when the graph is asked
@@ -445,8 +445,8 @@ def test_the_graph_has_the_controller_the_leases_and_who_sleeps() -> None:
     # then each has its edge, once, with since when, until when and whose it is
     assert [(edge.who, edge.what, edge.on) for edge in edges] == [
         ("controller", ROWS, ()),
-        ("stage rollout of train", "64 rows that it holds", ("rollout-1",)),
-        ("reward-0", "1 ready rows of stage reward in table train", ("rollout-1",)),
+        ("stage rollout of train", "64 rows that are leased", ("rollout-1",)),
+        ("reward-0", "rows of stage reward in table train or eval", ("rollout-1",)),
     ]
     assert [(round(edge.since_s, 1), edge.left_s) for edge in edges] == [(1.0, 500.0), (2.0, 58.0), (2.5, None)]
 
