@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1
+_STATE, _SESSION, _USER, _SYSTEM, _START = 0, 3, 11, 12, 19  # fields of /proc/PID/stat after the name
 _PASSES = 50  # some are born while others are killed; one that the kernel holds is left to it
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -114,8 +115,8 @@ def _session_members(session: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, _, _, of, *_ = path.read_text(errors="replace").rpartition(")")[2].split()
-            if int(of) == session and state not in "ZX":
+            stat = _stat(path.parent.name)
+            if int(stat[_SESSION]) == session and stat[_STATE] not in "ZX":
                 found.append(int(path.parent.name))
     return found
 
@@ -148,7 +149,7 @@ def process_mark() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").readlink()
-        return f"{boot} {namespace} {os.getpid()} {_state_and_start(os.getpid())[1]}"
+        return f"{boot} {namespace} {os.getpid()} {_stat(os.getpid())[_START]}"
     except OSError:
         return ""
 
@@ -161,17 +162,26 @@ def is_gone(mark: str) -> bool:
     pid = int(known[2])
     try:
         os.kill(pid, 0)
-        state, start = _state_and_start(pid)
+        stat = _stat(pid)
     except ProcessLookupError:
         return True
     except OSError:
         return False
-    return state in "ZX" or start != known[3]
+    return stat[_STATE] in "ZX" or stat[_START] != known[3]
 
 
-def _state_and_start(pid: int) -> tuple[str, str]:
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return fields[0], fields[19]
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used; 0 where nobody says."""
+    try:
+        stat = _stat(pid)
+    except OSError:
+        return 0.0
+    return (int(stat[_USER]) + int(stat[_SYSTEM])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int | str) -> list[str]:
+    """Fields of /proc/PID/stat after the name, which may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def cores() -> int:

@@ -25,7 +25,7 @@ from types import FrameType
 
 from rlmq.common.control import Death
 from rlmq.common.errors import ExitCode
-from rlmq.common.processes import describe_exit, last_lines, reap
+from rlmq.common.processes import cpu_seconds, describe_exit, last_lines, reap
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.commands import ProcessSpec
 from rlmq.controller.guard import Guard
@@ -38,7 +38,9 @@ from rlmq.controller.supervised import Supervised
 _TICK_S = 0.25
 _LOOK_S = 1.0
 _LOOKS = 2
-"""So often in a row a member must be lost before its process is killed."""
+"""So often in a row a lost member's process must have been found idle before it is killed."""
+_BUSY = 0.03
+"""Who uses this share of a core computes, and may hold up its own heartbeat (one long text to a tokenizer does)."""
 _LEFT_S = 3.0
 """A worker that left by itself is started again after this, unless the run ends."""
 _SERVER_RETRY_S = 60.0
@@ -118,7 +120,7 @@ class Supervisor:
         self._stop_at_s = 0.0
         self._failed: Outcome | None = None
         self._looked_at_s = 0.0
-        self._lost: dict[int, int] = {}
+        self._lost: dict[int, tuple[int, float]] = {}
 
     def run(self) -> Outcome:
         """Start everything, supervise until the run ends, end everything.
@@ -305,9 +307,15 @@ class Supervisor:
         if controller.pid is None:
             return
         lost = {member.pid: member.silent_s for member in self._history.lost(controller.pid)}
-        self._lost = {pid: self._lost.get(pid, 0) + 1 for pid in lost}
+        before, self._lost = self._lost, {}
         for process in self._all:
-            if process.pid is not None and self._lost.get(process.pid, 0) >= _LOOKS:
+            if process.pid is None or process.pid not in lost:
+                continue
+            cpu_s = cpu_seconds(process.pid)
+            looks, cpu_before_s = before.get(process.pid, (0, cpu_s))
+            idle = cpu_s - cpu_before_s < _BUSY * _LOOK_S
+            self._lost[process.pid] = (looks + 1 if idle else 0, cpu_s)
+            if looks >= _LOOKS and idle:
                 process.kill(f"silent for {lost[process.pid]:.0f} s")
         silent_s = min(controller.age_s, self._history.silent_s)
         if silent_s > self._silence_s + _SERVER_RETRY_S:

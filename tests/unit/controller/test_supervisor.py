@@ -437,6 +437,29 @@ def test_a_stopped_worker_that_the_controller_lost_is_replaced(run: RunFolder, t
     assert len(pids - {0}) == 1
 
 
+def test_a_lost_worker_that_computes_is_not_killed(run: RunFolder, tmp_path: Path) -> None:
+    # given a worker that is silent because it computes, and later stops
+    done, stop = tmp_path / "done", tmp_path / "stop"
+    began = time.monotonic()
+    code = dies_until(
+        tmp_path / "n",
+        1,
+        f"while not os.path.exists({str(stop)!r}): pass\n    os.kill(os.getpid(), signal.SIGSTOP)",
+        f"open({str(done)!r}, 'w'); time.sleep(60)",
+    )
+
+    def tick(supervisor: Supervisor) -> None:
+        show(run, supervisor, lost="" if done.exists() else "reward-0")
+        if time.monotonic() - began > 8.0 and not stop.exists():
+            assert not deaths(run, "reward-0", "killed")
+            stop.touch()
+
+    supervise(run, program("controller", exits_after(done)), program("reward", code), tick=tick)
+
+    # then it is killed only when it has stopped
+    assert [d.why for d in deaths(run, "reward-0", "killed")][:1] == ["silent for 31 s"]
+
+
 def test_a_snapshot_of_another_controller_kills_nobody(run: RunFolder, tmp_path: Path) -> None:
     # given a snapshot of a controller that is gone, in which a worker is lost
     done = tmp_path / "done"
