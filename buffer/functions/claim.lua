@@ -129,17 +129,19 @@ end
 
 -- Where the payload of the wanted units of a chunk is: {id, rows, ms of the put, how rows ended, pieces of each unit...}.
 local function whereabouts(chunk, units)
-  local where, pieces = {chunk.id, chunk.n, chunk.at, ends_of(chunk)}, chunk.pieces
-  for k = 1, #units do where[k + 4] = pieces[units[k]] end
+  local pieces = chunk.pieces
+  local where = {chunk.id, chunk.n, chunk.at, ends_of(chunk), pieces[units[1]], pieces[units[2]], pieces[units[3]]}
+  for k = 4, #units do where[k + 4] = pieces[units[k]] end
   return where
 end
 
 local function claim_reply(t, ranges, units)
-  local chunks, seen = {}, {}
-  for k = 1, #ranges, 5 do
+  local chunks, last = {whereabouts(chunk_of(t, ranges[1]), units)}, ranges[1]
+  local seen = ranges[6] and {[last] = true}
+  for k = 6, #ranges, 5 do
     local id = ranges[k]
-    if not seen[id] then
-      seen[id] = true
+    if id ~= last and not seen[id] then
+      last, seen[id] = id, true
       chunks[#chunks + 1] = whereabouts(chunk_of(t, id), units)
     end
   end
@@ -166,8 +168,8 @@ end
 register('claim', function(keys, args)
   local t = open_now(keys)
   if not t then return {'unknown'} end
-  local i, units = tonumber(args[1]), {}
-  for k = 11, #args do units[k - 10] = tonumber(args[k]) end
+  local i, units = tonumber(args[1]), {tonumber(args[11]), tonumber(args[12]), tonumber(args[13])}
+  for k = 14, #args do units[k - 10] = tonumber(args[k]) end
   local stage, least, slot, serial = t.stages[i], tonumber(args[5]), slot_of(args[2])
   local held, forgotten = lease_of(t, slot, serial)
   if held and not held.over then return told_again(t, held, units) end

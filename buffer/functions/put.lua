@@ -159,14 +159,19 @@ end
 
 -- Enter pieces of one unit in the chunk: what they replace wholly is unlinked, their rows have the unit's columns from now on.
 local function enter(t, chunk, unit, tag, args, at, number, version, told)
-  local entries, ranges, bytes, rest = {}, {}, 0, rest_of_entry(t.now - chunk.at, version, told)
-  for k = 1, number do
-    local first, count, size = args[at], args[at + 1], args[at + 2]
-    entries[k] = entry(piece_name(tag, number, k), first, count, size, rest)
-    ranges[2 * k - 1], ranges[2 * k] = tonumber(first), tonumber(count)
-    bytes, at = bytes + size, at + 3
+  local first, count, bytes, rest = args[at], args[at + 1], args[at + 2], rest_of_entry(t.now - chunk.at, version, told)
+  local ranges, text = {tonumber(first), tonumber(count)}, entry(piece_name(tag, number, 1), first, count, bytes, rest)
+  if number > 1 then
+    local entries = {text}
+    for k = 2, number do
+      at = at + 3
+      first, count = args[at], args[at + 1]
+      entries[k] = entry(piece_name(tag, number, k), first, count, args[at + 2], rest)
+      ranges[2 * k - 1], ranges[2 * k] = tonumber(first), tonumber(count)
+      bytes = bytes + args[at + 2]
+    end
+    text = table.concat(entries)
   end
-  local text = number == 1 and entries[1] or table.concat(entries)
   if chunk.pieces[unit] ~= '' then
     local left, replaced_bytes = keep_visible(t, chunk, unit, tag, number, ranges)
     text, bytes = left .. text, bytes - replaced_bytes
@@ -239,8 +244,7 @@ register('put', function(keys, args)
   state[ORDINAL] = state[ORDINAL] + 1
   state[ADMITTED] = state[ADMITTED] + rows
   state[BYTES] = state[BYTES] + bytes
-  local pieces, units, rest = {}, 'put', rest_of_entry(0, args[9], args[11])
-  for j = 1, #config.units do pieces[j] = '' end
+  local pieces, units, rest = {unpack(config.no_pieces)}, 'put', rest_of_entry(0, args[9], args[11])
   for k = 13, #args, 7 do
     local unit = tonumber(args[k])
     pieces[unit], units = entry(args[k + 1], '0', args[6], args[k + 5], rest), units .. args[k] .. ','
@@ -292,8 +296,9 @@ register('write', function(keys, args)
     commit(t)
     return refuse(keys, args, 7, {'fenced'})
   end
-  local orphans, ids, version, f = {}, {}, number_or_nil(args[4]), held.fields
+  local orphans, version, f = {}, number_or_nil(args[4]), held.fields
   if f[8] then
+    local ids = {}
     for k = 5, #f, 3 do ids[#ids + 1] = f[k] end
     prefetch(t, ids, 1, #ids)
   end

@@ -64,11 +64,15 @@ end
 
 -- How rows ended is kept with the chunk.
 local function add_end(chunk, first, count, state, step, reason)
-  local ends = chunk.ends or {}
-  local n = #ends
-  ends[n + 1], ends[n + 2], ends[n + 3], ends[n + 4], ends[n + 5] = first, US, count, US, state
-  ends[n + 6], ends[n + 7], ends[n + 8], ends[n + 9], ends[n + 10] = US, step, US, reason, RS
-  chunk.ends, chunk.dirty = ends, true
+  local ends = chunk.ends
+  if ends then
+    local n = #ends
+    ends[n + 1], ends[n + 2], ends[n + 3], ends[n + 4], ends[n + 5] = first, US, count, US, state
+    ends[n + 6], ends[n + 7], ends[n + 8], ends[n + 9], ends[n + 10] = US, step, US, reason, RS
+  else
+    chunk.ends = {first, US, count, US, state, US, step, US, reason, RS}
+  end
+  chunk.dirty = true
 end
 
 -- Rows ended: counted under their label, too.

@@ -90,6 +90,8 @@ local function read_config(prefix, packed, version)
   config.width = 2 + #config.units + 2 * #config.stages
   config.fields = base_of(#config.stages + 1)
   config.format = '<' .. string.rep('d', config.fields)
+  config.no_pieces = {}
+  for j in ipairs(config.units) do config.no_pieces[j] = '' end
   config.blank = 'o0' .. string.rep('0', #config.units) .. string.rep('w0', #config.stages)
   for j in ipairs(config.units) do config.unit_moves[j] = 'unit' .. j end
   return config
@@ -135,7 +137,7 @@ local function open_table(keys)
   if keys[2] and keys[2] ~= config.target then return nil end
   local time = redis.call('TIME')
   return {
-    prefix = prefix, config = config, key = config.key, stages = config.stages, state = state, chunks = {}, order = {},
+    prefix = prefix, config = config, key = config.key, stages = config.stages, state = state, chunks = {}, order = {nil},
     now = time[1] * 1000 + math.floor(time[2] / 1000), ended = false,
   }
 end
@@ -295,8 +297,9 @@ end
 
 local function payload_key(prefix, chunk, unit, name) return prefix .. KEY.payload .. chunk .. slash(unit) .. name end
 
-local function add_keys(t, chunk, keys)
-  local find, sub, head, all, n = string.find, string.sub, t.key.payload .. chunk.id, chunk.pieces, #keys
+-- Put the keys of a chunk and of its payload behind the n that are there; returns how many there are now.
+local function add_keys(t, chunk, keys, n)
+  local find, sub, head, all = string.find, string.sub, t.key.payload .. chunk.id, chunk.pieces
   for j = 1, #all do
     local pieces, from = all[j], 1
     while from <= #pieces do
@@ -306,6 +309,8 @@ local function add_keys(t, chunk, keys)
       from = find(pieces, ';', stop, true) + 1
     end
   end
+  keys[n + 1] = t.key.chunk .. chunk.id
+  return n + 1
 end
 
 -- Rows that one claim takes together: 1, a group or the whole chunk.

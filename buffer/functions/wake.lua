@@ -316,13 +316,12 @@ end
 local function commit(t)
   local state, config, key = t.state, t.config, t.key
   if state[DEAD] > config.max_dead_rows then bound_dead(t) end
-  local sets, size, gone, order = {}, 0, nil, t.order
+  local sets, size, gone, going, order = {nil, nil, nil, nil}, 0, nil, 0, t.order  -- made with room: a table grows slowly
   for k = 1, #order do
     local chunk = order[k]
     if account(t, chunk) then
-      gone = gone or {}
-      add_keys(t, chunk, gone)
-      gone[#gone + 1] = key.chunk .. chunk.id
+      gone = gone or {nil, nil, nil, nil, nil, nil, nil, nil}
+      going = add_keys(t, chunk, gone, going)
       state[BYTES] = state[BYTES] - chunk.bytes
       t.roomier = true
     elseif chunk.runs ~= chunk.before or chunk.dirty then
@@ -347,7 +346,7 @@ local function commit(t)
   size = size + 2
   sets[size - 1], sets[size] = key.state, packed
   if size <= SOME then
-    redis.call('MSET', unpack(sets))
+    redis.call('MSET', unpack(sets, 1, size))
   else
     for from = 1, size, SOME do redis.call('MSET', unpack(sets, from, math.min(from + SOME - 1, size))) end
   end
