@@ -117,8 +117,9 @@ class RedisCalls(Calls):
 
     def note(self, name: str, value: dict[str, Any], *, epoch: int | None = None) -> None:
         """Leave a small record for other processes; see `Calls.note`."""
-        args = (name, msgspec.msgpack.encode(value), "" if epoch is None else epoch)
-        self._check_epoch(self._link.call("note", self._prefix, *args), epoch)
+        fence = () if epoch is None else (epoch,)
+        reply = self._link.call("note", self._prefix, name, msgspec.msgpack.encode(value), *fence)
+        self._check_epoch(reply, epoch)
 
     def noted(self, name: str) -> dict[str, Any] | None:
         """The record left under this name; see `Calls.noted`."""

@@ -114,10 +114,10 @@ register('wanted', function(keys, args)
   return {'ok', cmsgpack.unpack(stored)[2]}
 end, 'no-writes')
 
--- note(name, value, epoch or nothing): {"ok"} or {"fenced", newest epoch}. noted(name): {"ok", value} or {"none"}.
+-- note(name, value, epoch where one fences): {"ok"} or {"fenced", newest epoch}. noted(name): {"ok", value} or {"none"}.
 register('note', function(keys, args)
   local epoch = epoch_of(keys[1])
-  if args[3] ~= '' and tonumber(args[3]) < epoch then return {'fenced', epoch} end
+  if tonumber(args[3] or epoch) < epoch then return {'fenced', epoch} end
   redis.call('HSET', keys[1] .. KEY.notes, args[1], args[2])
   return {'ok'}
 end, 'allow-oom')

@@ -253,3 +253,41 @@ def test_one_object_serves_several_threads(calls):
 def test_names_that_would_break_a_key_are_refused(redis_url):
     with pytest.raises(UsageError, match="run name"):
         RedisCalls(redis_url, run_id="a}:b")
+
+
+def test_everyone_is_who_was_there_when_the_call_was_first_submitted(calls):
+    epoch = calls.begin_epoch(fingerprint="f", lease_s=60)
+    first = Call(id="1/1/reward.x", role="reward", method="x", ranks=(0, 4), epoch=epoch, everyone=True)
+    assert calls.submit(first).call == first
+    calls.complete(_result(first, 4, n=1), incarnation=1)
+    again = calls.submit(Call(id="1/1/reward.x", role="reward", method="x", ranks=(1,), epoch=epoch, everyone=True))
+    assert (again.call, again.results) == (first, (_result(first, 4, n=1),))
+    assert calls.next("reward", 1) is None
+    assert calls.look("1/1/reward.x") == again
+    assert calls.look("1/2/reward.x") is None
+
+
+def test_a_released_rank_has_a_result_and_nothing_to_do(calls):
+    epoch = calls.begin_epoch(fingerprint="f", lease_s=60)
+    call = _call()
+    calls.submit(call)
+    calls.complete(_result(call, 0, a=1), incarnation=1)
+    for rank in (0, 1):
+        calls.release(CallResult(call_id=call.id, rank=rank, released="lost"), epoch=epoch)
+    assert calls.next("actor", 1) is None
+    assert [(r.rank, r.value, r.released) for r in calls.results(call.id)] == [(0, {"a": 1}, ""), (1, {}, "lost")]
+    assert not calls.complete(_result(call, 1, a=2), incarnation=1)
+
+
+def test_an_old_controller_releases_and_notes_nothing(calls):
+    old = calls.begin_epoch(fingerprint="f", lease_s=60)
+    calls.submit(_call(epoch=old))
+    calls.end_epoch(old)
+    new = calls.begin_epoch(fingerprint="f", lease_s=60)
+    calls.note("open_step", {"step": 2}, epoch=new)
+    with pytest.raises(Fenced):
+        calls.note("open_step", {"step": 1}, epoch=old)
+    with pytest.raises(Fenced):
+        calls.release(CallResult(call_id=_call().id, rank=0, released="lost"), epoch=old)
+    assert calls.noted("open_step") == {"step": 2}
+    assert calls.results(_call().id) == []
