@@ -1,9 +1,9 @@
-"""The control experiment: the demo's training with shuffled answers must not learn the task.
+"""An experiment that must fail: the demo's training with shuffled answers must not learn the task.
 
 Each seed runs `recipes/demo.yaml` with the reward of other sums' answers; the right answers are scored beside it
 with weight 0. The figure is the held-out accuracy (one_digit, points of 100) after minus before.
 
-    RLMQ_BENCH_SEEDS=1,2,3 rlmq bench control
+    RLMQ_BENCH_SEEDS=1,2,3 rlmq bench shuffled
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def run() -> BenchResult:
         before, after = _accuracies(int(seed))
         gains.append(after - before)
         rows.append({"seed": int(seed), "before (%)": before, "after (%)": after, "gain (points)": after - before})
-    return BenchResult("control", rows, {"greatest gain (points), limit 10": max(gains)})
+    return BenchResult("shuffled", rows, {"greatest gain (points), limit 10": max(gains)})
 
 
 def _accuracies(seed: int) -> tuple[float, float]:
     """Share of right answers in percent on the held-out one-digit sums, before and after."""
-    with tempfile.TemporaryDirectory(prefix="rlmq-control-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rlmq-shuffled-") as folder:
         command = [sys.executable, "-m", "rlmq.cli", "up", str(_ROOT / "recipes" / "demo.yaml"), "--fresh"]
-        options = [f"run.folder={folder}", "run.name=control", f"run.seed={seed}", *_REWARDS]
+        options = [f"run.folder={folder}", "run.name=shuffled", f"run.seed={seed}", *_REWARDS]
         done = subprocess.run(
             [*command, *options], cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
         if done.returncode != 0:
             raise RuntimeError(done.stderr)
-        files = sorted(Path(folder).glob("control-*/samples/eval-*.parquet"))
+        files = sorted(Path(folder).glob("shuffled-*/samples/eval-*.parquet"))
         first, last = (pq.read_table(path).to_pylist() for path in (files[0], files[-1]))
     return (_percent(first), _percent(last))
 
