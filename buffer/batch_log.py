@@ -61,5 +61,12 @@ class BatchLog(Protocol):
             IntegrityError: a damaged line that is not the last; names file and offset.
         """
 
+    def rewind(self, step: int) -> None:
+        """Take back this entry and all after it: their rows are gone, no checkpoint has them, they come again.
+
+        Raises:
+            DependencyError: the file cannot be written.
+        """
+
     def last_step(self) -> int:
         """Greatest logged step, or -1."""

@@ -56,6 +56,19 @@ class FileBatchLog(BatchLog):
         """Entries with a greater step, in order; see `BatchLog.entries`."""
         return (entry for entry, _ in self._read() if entry.step > after_step)
 
+    def rewind(self, step: int) -> None:
+        """Take back entries from this step on; see `BatchLog.rewind`."""
+        descriptor = self._open()
+        self._end_bytes, self._last_step = 0, -1
+        for entry, end_bytes in self._read():
+            if entry.step < step:
+                self._end_bytes, self._last_step = end_bytes, entry.step
+        try:
+            os.ftruncate(descriptor, self._end_bytes)
+            os.fsync(descriptor)
+        except OSError as error:
+            raise self._not_writable(error) from error
+
     def last_step(self) -> int:
         """Greatest logged step, or -1."""
         if self._file is not None:

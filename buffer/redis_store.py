@@ -591,6 +591,12 @@ class RedisStore(ExperienceStore):
                 expected="the batch log and the store to agree",
             )
 
+    def server_id(self) -> str:
+        """Which server process answers; see `ExperienceStore.server_id`."""
+        (info,) = self._link.exchange([("INFO", "server")])
+        lines: list[str] = bytes(info).decode().splitlines()
+        return next(line for line in lines if line.startswith("run_id:"))
+
     def advance(self, durable_step: int) -> None:
         """A checkpoint covers this step, in every open table; see `ExperienceStore.advance`."""
         for one in self._tables.values():

@@ -375,6 +375,9 @@ class ExperienceStore(Protocol):
     def release(self, claim: Claim) -> None:
         """Give the rows back unworked; not counted."""
 
+    def server_id(self) -> str:
+        """Which server process answers: one that was started again may have come back older."""
+
     def advance(self, durable_step: int) -> None:
         """A checkpoint covers this step: free the payload of rows trained up to it. Idempotent."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,35 +14,28 @@ import torch
 
 from rlmq.buffer.batch_log import BatchEntry, Update
 from rlmq.buffer.file_batch_log import FileBatchLog
-from rlmq.buffer.store import Claim, ExperienceStore, Interest, RowRange
+from rlmq.buffer.store import Claim, ExperienceStore, Interest
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
 from rlmq.common.engines.micro_batches import build_micro_batch
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import MicroBatch, StepStats
-from rlmq.common.errors import DeadlineExceeded, DependencyError, Fenced, IntegrityError, RlmqError, UsageError
+from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, RlmqError, UsageError
 from rlmq.common.gloo import GlooTransport
-from rlmq.common.metrics import (
-    CHECKPOINT_BLOCKED_SECONDS,
-    CHECKPOINT_FAILURES,
-    CHECKPOINT_SECONDS,
-    POLICY_VERSION,
-    WEIGHT_SYNC_BYTES,
-    WEIGHT_SYNC_SECONDS,
-)
+from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
 from rlmq.common.models import load_model, load_tokenizer, pad_id, resolve_model
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.weights import Rendezvous, WeightManifest
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
-from rlmq.consumers.batch import Batch, batch_columns, plan_step, read_batch
-from rlmq.consumers.checkpoint_writer import CheckpointWriter, Tensors
+from rlmq.consumers.batch import Batch, batch_columns, dealt, plan_step, read_batch
 from rlmq.consumers.file_checkpoints import FileCheckpoints
+from rlmq.consumers.logged_steps import LoggedSteps, ranges_of
 from rlmq.consumers.mesh import meet
-from rlmq.consumers.tensor_files import without_aliases
+from rlmq.consumers.saved_steps import SavedSteps
 
-_NO_ENTRY = b""
+_NO_ENTRY = b"\xc0"  # nil in msgpack
 
 
 class ActorRole:
@@ -58,7 +51,6 @@ class ActorRole:
         recipe = context.recipe
         self._recipe = recipe
         self._algorithm = algorithm_of(recipe)
-        self._log = FileBatchLog(context.run.batch_log)
         self._checkpoints = FileCheckpoints(context.run.checkpoints)
         self._model_folder = resolve_model(recipe.model, context.recipe_folder)
         self._tokenizer = load_tokenizer(self._model_folder)
@@ -70,28 +62,32 @@ class ActorRole:
             timeout_s=recipe.deadlines.sync_s,
         )
         self._transport = GlooTransport(timeout_s=recipe.deadlines.sync_s)
-        self._writer = CheckpointWriter()
+        self._log = LoggedSteps(
+            store, FileBatchLog(context.run.batch_log), self._read, exact=recipe.deterministic, events=context.log
+        )
         self._trained = 0
-        self._durable = 0
         self._whole = True  # false in the middle of a step that has several updates
         self._protect: frozenset[int] | None = None
-        self._waits: dict[str, Any] = _no_waits()
         self._metrics: dict[str, Any] = {}
-        self._engine = self._restore()
+        self._engine = self._restored()
+        self._saved = SavedSteps(self._engine, self._trained, self._committed, context.log)
+        if context.rank == 0:
+            self._log.tell_durable(self._trained)
+            self._log.cut_back(self._trained)
 
-    def _restore(self) -> TorchEngine:
+    def _restored(self) -> TorchEngine:
         """The engine at the newest checkpoint, or at the recipe's model."""
-        newest = self._checkpoints.newest()
-        folder = self._model_folder if newest is None else str(newest[0])
-        model = load_model(folder, torch.float32)
-        engine = TorchEngine(
-            model, self._recipe.train, temperature=self._recipe.rollout.temperature, group=self._mesh.group
-        )
-        if newest is not None:
-            path, manifest = newest
-            engine.load_state(self._checkpoints.optimizer_state(path))
-            self._trained = self._durable = manifest.step
-            self._context.log.info("restored", checkpoint=str(path), step=manifest.step)
+        with self._checkpoints.reading_newest() as newest:
+            folder = self._model_folder if newest is None else str(newest[0])
+            model = load_model(folder, torch.float32)
+            engine = TorchEngine(
+                model, self._recipe.train, temperature=self._recipe.rollout.temperature, group=self._mesh.group
+            )
+            if newest is not None:
+                path, manifest = newest
+                engine.load_state(self._checkpoints.optimizer_state(path))
+                self._trained, self._metrics = manifest.step, manifest.figures
+                self._context.log.info("restored", checkpoint=str(path), step=manifest.step)
         return engine
 
     def handlers(self) -> Mapping[str, CallHandler]:
@@ -101,7 +97,7 @@ class ActorRole:
             "offer": self._offer,
             "send_weights": self._send_weights,
             "checkpoint": self._checkpoint,
-            "settle": self._finish,
+            "settle": self._settle,
         }
 
     def work(self) -> bool:
@@ -111,28 +107,31 @@ class ActorRole:
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until a call comes."""
         self._context.waits("a call")
-        self._settle()
-        if self._writer.busy:
+        self._saved.settle()
+        if self._saved.writing:
             self._context.activity("checkpointing")
         self._store.wait([], timeout_s=timeout_s, wake_fd=wake_fd)
 
     def close(self) -> None:
         """Save what was trained since the last checkpoint."""
-        self._settle(wait=True)
-        if self._whole and self._trained > self._durable:
+        self._saved.settle(wait=True)
+        if self._whole and self._context.rank == 0:
             self._save()
 
     # -- training ------------------------------------------------------------------------------------------
 
     def _train(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Train one step: redo it if it is in the log, else claim its batch, log it, and train."""
+        """Train one step: redo it if it is in the log, else claim its batch, log it, and train.
+
+        Returns:
+            Figures; or `again`: the server was started again, its rows must be seen to first.
+        """
         step = int(args["step"])
-        self._settle()
+        self._saved.settle()
         self._catch_up(step - 1)
-        if self._trained < step:
-            self._advance(step)
-        waits, self._waits = self._waits, _no_waits()
-        return self._metrics | waits
+        if self._trained < step and not self._advance(step):
+            return {"again": True}
+        return {**self._metrics, **self._saved.take_figures()}
 
     def _catch_up(self, step: int) -> None:
         """Redo logged steps up to `step`."""
@@ -140,44 +139,56 @@ class ActorRole:
             self._context.log.info("redo", step=self._trained + 1)
             self._advance(self._trained + 1, redo=True)
 
-    def _advance(self, step: int, *, redo: bool = False) -> None:
+    def _advance(self, step: int, *, redo: bool = False) -> bool:
+        """Train a step; False when there is no batch to rely on."""
         self._context.activity("training")
         began = time.monotonic()
-        entry, batch = self._entry(step, redo=redo)
-        if len(entry.updates[0].micro_batches) != self._mesh.size:
-            raise UsageError(
-                f"placement.actor.workers, step {step}",
-                got=f"{self._mesh.size} ranks",
-                expected=f"the {len(entry.updates[0].micro_batches)} that the batch log was written with",
-                remedy="Resume with that number until the next checkpoint",
-            )
+        found = self._entry(step, redo=redo)
+        if found is None:
+            return False
+        entry, batch = found
         micro_batches = [self._micro_batches(batch, update) for update in entry.updates]
         self._add_old_logprobs(micro_batches)
         parts, stats = self._update_all(entry, micro_batches)
         self._trained, self._whole = step, True
         POLICY_VERSION.set(step)
         self._metrics = self._describe(entry, batch, parts, stats, time.monotonic() - began)
+        return True
 
-    def _entry(self, step: int, *, redo: bool) -> tuple[BatchEntry, Batch]:
+    def _entry(self, step: int, *, redo: bool) -> tuple[BatchEntry, Batch] | None:
         """The step's entry and rows, the same on every rank; a new entry is in the log before it is used."""
-        encoded = _NO_ENTRY
-        batch: Batch | None = None
-        if self._context.rank == 0:
-            logged = next((e for e in self._log.entries(step - 1) if e.step == step), None)
-            if logged is None and redo:
-                raise IntegrityError(f"batch log {self._context.run.batch_log}", got=f"no entry of step {step}")
-            if logged is not None:
-                self._store.finish_logged(TRAIN, "actor", _ranges(logged), step=step)
-                entry = logged
-            else:
-                entry, batch = self._form(step)
-            encoded = msgspec.msgpack.encode(entry)
-        entry = msgspec.msgpack.decode(self._mesh.broadcast(encoded), type=BatchEntry)
-        return entry, batch or self._read(entry)
+        own = self._found(step, redo=redo) if self._context.rank == 0 else None
+        encoded = self._mesh.broadcast(_NO_ENTRY if own is None else msgspec.msgpack.encode(own[0]))
+        if encoded == _NO_ENTRY:
+            return None
+        return own or self._with_rows(msgspec.msgpack.decode(encoded, type=BatchEntry))
 
-    def _form(self, step: int) -> tuple[BatchEntry, Batch]:
+    def _found(self, step: int, *, redo: bool) -> tuple[BatchEntry, Batch] | None:
+        """What the log has of the step, or a new batch."""
+        logged = self._log.find(step)
+        if logged is None and redo:
+            raise IntegrityError(f"batch log {self._context.run.batch_log}", got=f"no entry of step {step}")
+        if logged is None:
+            return self._form(step)
+        found = self._with_rows(self._for_this_mesh(logged))
+        self._log.tell(logged)
+        return found
+
+    def _for_this_mesh(self, entry: BatchEntry) -> BatchEntry:
+        logged = len(entry.updates[0].micro_batches)
+        if self._recipe.deterministic and logged != self._mesh.size:
+            raise UsageError(
+                f"placement.actor.workers, step {entry.step}",
+                got=f"{self._mesh.size} ranks",
+                expected=f"the {logged} that the batch log was written with, for the same bits",
+            )
+        return dealt(entry, self._mesh.size)
+
+    def _form(self, step: int) -> tuple[BatchEntry, Batch] | None:
         """Claim every live row, compute advantages, log the step, and end the rows as trained."""
         claim = self._claim_all(step)
+        if claim is None:
+            return None
         batch = read_batch(claim.rows, self._algorithm)
         entry = plan_step(
             batch,
@@ -187,28 +198,35 @@ class ActorRole:
             algorithm=self._algorithm,
             world_size=self._mesh.size,
         )
-        with self._waiting():
+        with self._saved.waiting():
             self._log.append(entry)
         try:
             self._store.write(claim, batch.advantage_column())
             self._store.finish(claim, "trained", step=step)
         except Fenced as error:  # the lease ran out, but the log has the step: what it says counts
             self._context.log.warning("actor.lease_lost", step=step, error=str(error))
-            self._store.finish_logged(TRAIN, "actor", _ranges(entry), step=step)
+            if self._log.held(entry):
+                self._log.tell(entry)
         self._store.set_version(TRAIN, entry.policy_version)
         return entry, batch
 
-    def _claim_all(self, step: int) -> Claim:
-        """All live rows at once. Rows that a killed actor had claimed come back when its lease expires."""
+    def _claim_all(self, step: int) -> Claim | None:
+        """All live rows at once; None when the server was started again since the last look.
+
+        Rows that a killed actor had claimed come back when its lease expires.
+        """
         deadline = time.monotonic() + self._recipe.deadlines.step_s
         while time.monotonic() < deadline:
             self._store.expire()
             counts = self._store.counts(TRAIN)
-            rows = counts.live
+            rows, claim = counts.live, None
             if rows and counts.ready.get("actor", 0) == rows:
                 claim = self._store.claim(TRAIN, "actor", max_rows=rows, min_rows=rows, columns=self._columns())
-                if claim is not None:
-                    return claim
+            if self._log.server_is_another():
+                self._make_good(claim)
+                return None
+            if claim is not None:
+                return claim
             raise_if_stopping(self._context)
             self._context.waits(f"{rows} rows of stage actor in table {TRAIN}")
             self._store.wait([Interest(TRAIN, "actor", rows=rows)] if rows else [], timeout_s=1.0)
@@ -218,13 +236,30 @@ class ActorRole:
             expected="all of them",
         )
 
+    def _make_good(self, claim: Claim | None) -> None:
+        """A server that was started again may have come back older.
+
+        Among its rows may be some that are trained, it may lack some of this step, and some that a redo would need.
+        So what is trained is made durable, and told again.
+        """
+        self._context.log.warning("the server was started again", trained=self._trained)
+        if claim is not None:
+            self._store.release(claim)
+        self._save()
+        self._log.tell_durable(self._trained)
+
+    def _with_rows(self, entry: BatchEntry) -> tuple[BatchEntry, Batch]:
+        return entry, self._read(entry)
+
     def _read(self, entry: BatchEntry) -> Batch:
         """The rows of a logged step; their payload is held until a checkpoint covers them."""
-        batch = read_batch(self._store.read(TRAIN, _ranges(entry), self._columns()), self._algorithm)
-        if tuple(batch.ids) != entry.rows:
+        rows = self._store.read(TRAIN, ranges_of(entry), self._columns())
+        whole = not any(column.null_count for column in rows.columns)
+        batch = read_batch(rows, self._algorithm) if whole else None
+        if batch is None or tuple(batch.ids) != entry.rows:
             raise IntegrityError(
                 f"rows of step {entry.step}",
-                got=f"{len(batch.ids)} rows that are not those of the batch log",
+                got=f"{rows.num_rows} rows that are not those of the batch log",
                 expected=f"the {len(entry.rows)} logged ones",
                 remedy="Restore the run's Redis data, or start anew with --fresh",
             )
@@ -273,8 +308,7 @@ class ActorRole:
                 raise_if_stopping(self._context)
                 sums.append(self._engine.accumulate(micro, self._algorithm.loss))
                 self._context.progress()
-            with self._waiting():
-                self._writer.before_change()
+            self._saved.before_change()
             self._whole = False
             stats.append(self._engine.step(update.denominators))
             everyone = self._mesh.gather(msgspec.msgpack.encode(merge_sums(sums)))
@@ -321,7 +355,11 @@ class ActorRole:
         if self._context.rank != 0:
             return {}
         meeting = self._transport.offer(args["generation"], tuple(args["members"]))
-        return {"meeting": msgspec.to_builtins(meeting), "manifest": msgspec.to_builtins(self._engine.layout())}
+        return {
+            "meeting": msgspec.to_builtins(meeting),
+            "manifest": msgspec.to_builtins(self._engine.layout()),
+            "version": self._trained,
+        }
 
     def _send_weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
         self._context.activity("syncing")
@@ -347,87 +385,38 @@ class ActorRole:
             return {}
         self._context.activity("checkpointing")
         self._protect = frozenset(args["protect"])
-        with self._waiting():
-            self._settle(wait=self._writer.step != self._trained)
-            if self._trained > max(self._durable, self._writer.step):
-                weights, state = without_aliases(self._engine.shards()), self._engine.state()
-                self._writer.begin(self._trained, weights, state, self._saving())
-        return {"step": self._trained, **self._waits}
+        with self._saved.waiting():
+            self._saved.begin(self._trained, self._saving())
+        return {"step": self._trained}
 
-    def _finish(self, args: Mapping[str, Any]) -> dict[str, Any]:
+    def _settle(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """The run's last step has a checkpoint when this returns.
 
         Raises:
             DependencyError: it cannot be written.
         """
         self._catch_up(int(args["step"]))
-        with self._waiting():
-            self._settle(wait=True)
-            if self._trained > self._durable:
+        if self._context.rank == 0:
+            with self._saved.waiting():
                 self._save()
-        return {"step": self._durable, **self._waits}
+        return {"step": self._trained, **self._saved.take_figures()}
 
     def _save(self) -> None:
-        """Write a checkpoint of what is trained, without a copy."""
-        if self._context.rank != 0:
-            return
         self._context.activity("checkpointing")
-        began, step = time.monotonic(), self._trained
-        self._saving()(dict(self._engine.shards()), self._engine.state())
-        self._committed(step, time.monotonic() - began)
+        self._saved.save(self._trained, self._saving())
 
-    def _saving(self) -> Callable[[Tensors, Tensors], object]:
-        """What writes the checkpoint of this step, from weights and optimizer state."""
-        step = self._trained
+    def _saving(self) -> partial[Path]:
+        """What writes the checkpoint of the step that is trained now."""
         return partial(
             self._checkpoints.save,
-            step,
             model_folder=self._model_folder,
-            rows=tuple(row for e in self._log.entries(self._durable) if e.step <= step for row in e.rows),
+            rows=self._log.rows(self._saved.durable, self._trained),
             world_size=self._mesh.size,
             recipe_hash=recipe_hash(self._recipe),
+            figures=self._metrics,
         )
 
-    def _settle(self, *, wait: bool = False) -> None:
-        """See what became of the checkpoint that was being written."""
-        written = self._writer.finished(wait=wait)
-        if written is None:
-            return
-        if written.error is None:
-            self._committed(written.step, written.write_s)
-        elif isinstance(written.error, DependencyError):
-            CHECKPOINT_FAILURES.inc()
-            self._waits["checkpoint_failed"] = str(written.error)
-            self._context.log.error("checkpoint failed", step=written.step, error=str(written.error))
-        else:
-            raise written.error
-
-    def _committed(self, step: int, write_s: float) -> None:
-        """The rename has made it a checkpoint: let go of what it covers."""
-        self._durable = step
-        self._waits["checkpoint_s"] = round(self._waits["checkpoint_s"] + write_s, 4)
-        CHECKPOINT_SECONDS.observe(write_s)
+    def _committed(self, step: int) -> None:
         self._store.advance(step)
         if self._protect is not None:
             self._checkpoints.prune(self._recipe.checkpoint.keep, self._protect)
-        path = str(self._checkpoints.path(step))
-        self._context.log.info("checkpoint", step=step, path=path, seconds=round(write_s, 3))
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """The trainer waits for a disk in here."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            seconds = time.monotonic() - began
-            CHECKPOINT_BLOCKED_SECONDS.inc(seconds)
-            self._waits["checkpoint_blocked_s"] = round(self._waits["checkpoint_blocked_s"] + seconds, 4)
-
-
-def _no_waits() -> dict[str, Any]:
-    return {"checkpoint_blocked_s": 0.0, "checkpoint_s": 0.0}
-
-
-def _ranges(entry: BatchEntry) -> list[RowRange]:
-    return [RowRange(r.chunk, r.first, r.count, use=r.use) for r in entry.ranges]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -112,6 +113,18 @@ def plan_step(
         behaviour_versions=(min(flat_versions), max(flat_versions)),
         seed=recipe.run.seed,
     )
+
+
+def dealt(entry: BatchEntry, world_size: int) -> BatchEntry:
+    """The entry for another number of ranks: its micro-batches dealt round. Sums differ in their last bits."""
+    if len(entry.updates[0].micro_batches) == world_size:
+        return entry
+    updates = []
+    for update in entry.updates:
+        micro_batches = [micro for share in update.micro_batches for micro in share]
+        shares = tuple(tuple(micro_batches[rank::world_size]) for rank in range(world_size))
+        updates.append(Update(shares, update.denominators))
+    return msgspec.structs.replace(entry, updates=tuple(updates))
 
 
 def _updates(batch: Batch, step: int, recipe: Recipe, algorithm: Algorithm, world_size: int) -> list[Update]:

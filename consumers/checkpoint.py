@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True):
     """What a checkpoint covers: the step, its policy version, the rows trained since the last checkpoint,
-    the world size, and a SHA-256 per file."""
+    the world size, a SHA-256 per file, and the step's figures."""
 
     step: int
     policy_version: int
@@ -18,6 +18,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
     world_size: int
     files: dict[str, str]
     recipe_hash: str
+    figures: dict[str, Any] = {}
 
 
 class Checkpoints(Protocol):

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -62,6 +62,7 @@ class FileCheckpoints:
         rows: Sequence[str] = (),
         world_size: int = 1,
         recipe_hash: str = "",
+        figures: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write the checkpoint of a step; nobody sees it before it is whole and on disk.
 
@@ -73,6 +74,7 @@ class FileCheckpoints:
             rows: ids of the samples trained on since the last checkpoint.
             world_size: trainer ranks.
             recipe_hash: of the recipe that trained.
+            figures: the step's metrics.
 
         Raises:
             DependencyError: the disk is full or the folder cannot be written; older checkpoints are as before.
@@ -87,7 +89,9 @@ class FileCheckpoints:
                 own = without_aliases(weights.items())
                 files |= write_tensors(unfinished, _WEIGHTS, own, self._max_file_bytes)
                 files |= write_tensors(unfinished, _OPTIMIZER, optimizer_state, self._max_file_bytes)
-                manifest = CheckpointManifest(step, step, tuple(rows), world_size, files, recipe_hash)
+                manifest = CheckpointManifest(
+                    step, step, tuple(rows), world_size, files, recipe_hash, dict(figures or {})
+                )
                 write_file(unfinished / _MANIFEST, [msgspec.json.format(msgspec.json.encode(manifest))])
                 _sync(unfinished)
                 self._put_in_place(unfinished, final)
@@ -117,14 +121,31 @@ class FileCheckpoints:
         return sorted(int(match[1]) for match in found if match)
 
     def newest(self) -> tuple[Path, CheckpointManifest] | None:
-        """The newest whole checkpoint; damaged ones are skipped, with the reason logged."""
+        """The newest whole checkpoint; others are skipped, with the reason logged."""
+        with self.reading_newest() as found:
+            return found
+
+    @contextmanager
+    def reading_newest(self) -> Iterator[tuple[Path, CheckpointManifest] | None]:
+        """The newest whole checkpoint, not to be removed meanwhile; others are skipped, with the reason logged."""
+        for path, reason in self.unfinished():
+            _log.warning("checkpoint_skipped", path=str(path), reason=reason)
         for step in reversed(self.steps()):
             path = self.path(step)
-            try:
-                return path, self.verify(path)
-            except IntegrityError as error:
-                _log.warning("checkpoint_skipped", path=str(path), reason=str(error))
-        return None
+            with reading(path):
+                try:
+                    manifest = self.verify(path)
+                except IntegrityError as error:
+                    _log.warning("checkpoint_skipped", path=str(path), reason=str(error))
+                    continue
+                yield path, manifest
+                return
+        yield None
+
+    def unfinished(self) -> list[tuple[Path, str]]:
+        """What an interrupted save left behind, and why it is no checkpoint."""
+        parts = sorted(self._folder.glob(".step-*.part")) if self._folder.is_dir() else []
+        return [(path, "its writing was interrupted before the rename") for path in parts]
 
     def verify(self, path: Path) -> CheckpointManifest:
         """The manifest of a checkpoint all of whose files are as they were written.

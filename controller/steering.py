@@ -11,7 +11,7 @@ import structlog
 from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.store import ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import EVAL, TRAIN
-from rlmq.common.calls import Calls
+from rlmq.common.calls import CallResult, Calls
 from rlmq.common.errors import DeadlineExceeded, UsageError
 from rlmq.common.metrics import POLICY_VERSION, STEP, set_step_figures
 from rlmq.common.recipe.schema import Recipe
@@ -52,6 +52,8 @@ class RunSteering:
         self._place: int | str = 0
         self._ordinal = 0
         self._syncs = 0
+        self._repeats = 0
+        self._server = store.server_id()
         self._unreachable: set[tuple[str, int, int]] = set()
         self._admitted = 0
         self._logged_step = -1
@@ -97,6 +99,7 @@ class RunSteering:
 
     def steps(self) -> Iterator[int]:
         """See `Steering.steps`."""
+        self.open_step = max(self.open_step, self.policy_version)
         while self.open_step <= self.total_steps:
             self._dispatch.hold()
             if self._dispatch.state.phase == "drain" and not self._begun:
@@ -107,7 +110,7 @@ class RunSteering:
             self._begin_line(step)
             yield step
             self.open_step, self._begun = step + 1, False
-            self._dispatch.open_step(self.open_step, begun=False)
+        self._dispatch.open_step(self.open_step, begun=False)
         done = self.open_step - 1
         self._place, self._ordinal = f"end-{done}", 0
         if done > self._saved_step and (self._saved_step or self._dispatch.state.phase == "drain"):
@@ -133,7 +136,8 @@ class RunSteering:
         """See `Steering.wait_batch`."""
         if step <= self._logged_step:
             return 0  # before a crash: the batch is in the log, the rows are the actor's
-        counts = self._wait_rows(Interest(TRAIN, "actor", rows=self._admitted, or_settled=True))
+        interest = Interest(TRAIN, "actor", rows=self._admitted, or_settled=True)
+        counts = self._wait_rows(interest, "admit", step)
         ready = counts.ready.get("actor", 0) + counts.leased.get("actor", 0)
         if ready == 0 and counts.live == 0:
             self._nothing_to_train(step)
@@ -142,17 +146,22 @@ class RunSteering:
     def train(self, step: int) -> None:
         """See `Steering.train`."""
         self.last_train = self.call("actor", "train", {"step": step})[0]
+        while self.last_train.get("again"):
+            self._admit_again("admit", step)
+            self.wait_batch(step)
+            [result] = self._again("actor", "train", step)
+            self.last_train = result.value
         self._line.update(self.last_train, filtered=self._admitted - self.last_train["samples"])
 
     def publish(self, version: int) -> None:
-        """See `Steering.publish`; `version` 0 after a restart means the newest one."""
-        version = max(version, self.open_step - 1)
+        """See `Steering.publish`; after a restart, an older version than the log has means the newest one."""
+        version = max(version, self.open_step - 1, self._logged_step)
         began = time.monotonic()
         self._dispatch.hold()
         self._dispatch.want("rollout", version)
         self.policy_version = version
         self._bring_up_to_date()
-        POLICY_VERSION.set(version)
+        POLICY_VERSION.set(self.policy_version)
         if self._line:
             self._line["sync_s"] = round(time.monotonic() - began, 4)
             self._end_line(version)
@@ -170,7 +179,7 @@ class RunSteering:
         [admitted] = self.call("prompts", "admit_eval", {"step": step})
         samples = int(admitted["samples"])
         if not finished:
-            self._wait_rows(Interest(EVAL, "evaluation", rows=samples, or_settled=True))
+            self._wait_rows(Interest(EVAL, "evaluation", rows=samples, or_settled=True), "admit_eval", step)
         [result] = self.call("recorder", "evaluate", {"step": step, "samples": samples})
         self.evaluations[step] = result
         self._trackers.log({"kind": "eval", "step": step, "seconds": time.monotonic() - began, **result})
@@ -229,13 +238,28 @@ class RunSteering:
         """Id of the newest call of this place, or of the one that comes `after` it."""
         return f"{self._place}/{self._ordinal + after}/{role}.{method}"
 
-    def _wait_rows(self, interest: Interest) -> TableCounts:
+    def _again(self, role: str, method: str, step: int) -> list[CallResult]:
+        """A call that the loop does not make each time: its id does not count among the step's."""
+        self._repeats += 1
+        call_id = f"{step}/again-{self._dispatch.epoch}-{self._repeats}/{role}.{method}"
+        return self._dispatch.call(call_id, role, method, {"step": step}, deadline_s=self._step_s)
+
+    def _admit_again(self, method: str, step: int) -> None:
+        """A server that was started again may have come back older: rows that it lost are put again."""
+        self._server = self._store.server_id()
+        self._log.warning("the server was started again", step=step)
+        self._again("prompts", method, step)
+
+    def _wait_rows(self, interest: Interest, admit: str, step: int) -> TableCounts:
         """Wait for rows, without polling; meanwhile workers that came back receive the weights."""
         what = f"{interest.rows} rows of stage {interest.stage} in table {interest.table}"
         seen: TableCounts | None = None
         self._dispatch.moved()
         while True:
             counts = self._store.counts(interest.table)
+            if self._store.server_id() != self._server:
+                self._admit_again(admit, step)
+                continue
             if counts.ready.get(interest.stage, 0) >= interest.rows or self._settled(counts, interest.stage):
                 self._dispatch.waits()
                 return counts
@@ -316,7 +340,13 @@ class RunSteering:
             return self._dispatch.submit(call_id, role, method, args, to, deadline_s=deadline_s)
 
         asked = {"generation": generation, "members": members, "version": version}
-        [[offer]] = self._dispatch.wait(submit("actor", "offer", asked, [0], self._step_s))
+        ranks_of_actor = list(
+            range(self._recipe.placement.actor.workers)
+        )  # all of them: they may have steps to redo
+        [[offer, *_]] = self._dispatch.wait(submit("actor", "offer", asked, ranks_of_actor, self._step_s))
+        if (offered := offer.value.get("version", version)) > version:  # the records are older than its checkpoint
+            self.policy_version = version = offered
+            self._dispatch.want("rollout", version)
         args = {**offer.value, "version": version}
         # Both ends give up after sync_s by themselves, and say why.
         send = submit("actor", "send_weights", args, [0], 2 * sync_s)

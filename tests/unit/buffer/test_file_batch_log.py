@@ -143,3 +143,18 @@ def test_append_is_on_disk_before_it_returns(path, monkeypatch):
     log.append(_entry(1))
     assert synced[-1] == path.stat().st_size > 0
     log.close()
+
+
+def test_steps_that_are_taken_back_come_again(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = FileBatchLog(path)
+    for step in (1, 2, 3):
+        log.append(_entry(step))
+
+    log.rewind(2)
+
+    assert list(FileBatchLog(path).entries()) == [_entry(1)]
+    log.append(_entry(2))
+    assert list(FileBatchLog(path).entries()) == [_entry(1), _entry(2)]
+    FileBatchLog(path).rewind(1)
+    assert FileBatchLog(path).last_step() == -1
