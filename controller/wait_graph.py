@@ -361,7 +361,8 @@ def _followed(evidence: Evidence, snapshot: Snapshot) -> Answer:
     if worst.name in snapshot.missing:
         return _starting(evidence, (worst.name,))
     if worst.still_s < STILL_S:
-        return _moving(evidence, _words(worst), worst.name, state)
+        text = f"{worst.name} {worst.doing}, progress {age(worst.still_s)} ago"
+        return _moving(evidence, text, worst.name, state)
     text = _words(worst)
     if state is not None:
         text += f": {_state(evidence, worst.name, state)}"

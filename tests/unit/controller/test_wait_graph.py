@@ -321,7 +321,12 @@ CASES = [
         },
         "moves",
         "rollout-0",
-        ("run demo-1 moves, step 7 of 30", f"controller waits for {ROWS}", "rollout-0 holds 64 rows", "0.4 s"),
+        (
+            "run demo-1 moves, step 7 of 30",
+            f"controller waits for {ROWS}",
+            "rollout-0 holds 64 rows",
+            "progress 0.4 s ago",
+        ),
     ),
     Case(
         "the loop is between two waits",
