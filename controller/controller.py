@@ -25,6 +25,7 @@ from rlmq.controller.steering import RunSteering
 from rlmq.controller.trackers import Trackers
 
 _PROGRESS_PERIOD_S = 0.5
+_SHOWN = 12
 _GATHER_S = 3.0
 """How long those that are not needed for the start are waited for, so that weights go to all of them at once."""
 
@@ -128,19 +129,19 @@ class Controller:
         start_s = self._recipe.deadlines.start_s
         until = dispatch.now() + start_s
         while lacking := plan.lacking(dispatch.state):
-            dispatch.waits("workers", lacking, until=until + 2.0)
+            dispatch.waits("workers", lacking[:_SHOWN], until=until + 2.0)
             dispatch.pump()
             if dispatch.now() > until:
                 raise DeadlineExceeded(
                     "start of the run",
-                    got=f"no word from {', '.join(lacking)}",
+                    got=f"no word from {plan.few(lacking)}",
                     expected=f"every worker within {start_s:.0f} s",
                     remedy="Start them (rlmq worker ROLE --index I RECIPE), or read their logs",
                 )
             dispatch.sleep(0.5)
         until = dispatch.now() + _GATHER_S
         while (missing := plan.missing(dispatch.state)) and dispatch.now() < until:
-            dispatch.waits("workers", missing, until=until + 2.0)
+            dispatch.waits("workers", missing[:_SHOWN], until=until + 2.0)
             dispatch.pump()
             dispatch.sleep(0.1)
         dispatch.waits()

@@ -18,7 +18,7 @@ that `replay` can say whether a run was steered as its code says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -65,6 +65,7 @@ OWN_SETTINGS: Mapping[str, type] = {
 }
 """Recipe keys that an operator may set for the loop itself."""
 
+_FEW = 12
 _replace = msgspec.structs.replace
 
 
@@ -261,6 +262,12 @@ def lacking(state: State) -> tuple[str, ...]:
     return tuple(name for name in missing(state) if name.rpartition("-")[0] in short)
 
 
+def few(names: Sequence[str]) -> str:
+    """The names, or the first of many and how many more."""
+    more = len(names) - _FEW
+    return ", ".join([*names[:_FEW], f"{more} more"] if more > 0 else names)
+
+
 def _is_ready(state: State, role: str, rank: int) -> bool:
     known = state.members.get((role, rank))
     return known is not None and known.present and known.ready
@@ -364,8 +371,8 @@ def _overdue(state: State, event: Tick) -> Iterator[Fail]:
         if wait.until_unix_s is not None and event.at > wait.until_unix_s
     ]
     if late:
-        still = ", ".join(name for name in missing(state) if all(name not in wait.on for wait in late))
-        lines = "; ".join(f"{wait.what} waits for {', '.join(wait.on) or 'nobody'}" for wait in late)
+        still = few([name for name in missing(state) if all(name not in wait.on for wait in late)])
+        lines = "; ".join(f"{wait.what} waits for {few(wait.on) or 'nobody'}" for wait in late)
         silent_s = event.at - max(event.moved_at, state.still_from)
         text = f"the run: got no progress for {silent_s:.0f} s: {lines}{'; missing: ' + still if still else ''}"
         yield Fail(

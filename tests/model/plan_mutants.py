@@ -128,7 +128,7 @@ MUTANTS = (
         "a deadline does not say who is waited for",
         ("culprit_named", "never_forgotten"),
         "plan.py",
-        "f\"{wait.what} waits for {', '.join(wait.on) or 'nobody'}\"",
+        "f\"{wait.what} waits for {few(wait.on) or 'nobody'}\"",
         'f"{wait.what}"',
     ),
     Mutant(
