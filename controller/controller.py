@@ -117,9 +117,9 @@ class Controller:
         The summary has the reason then; such a run goes on with the same command, although its exit code is 0.
         """
         code = int(failure.exit_code) if failure else int(ExitCode.OK)
-        drained = dispatch.state.phase == "drain"
+        ended_by = steering.steps_end
         in_time = dispatch.dismiss(code, self._recipe.deadlines.drain_s) and isinstance(failure, Terminated)
-        self._write_summary(steering, code, drained=drained)
+        self._write_summary(steering, code, ended_by)
         self._write_progress(dispatch, force=True)
         dispatch.show(ended=0 if in_time else code)
         return in_time
@@ -202,7 +202,7 @@ class Controller:
                     BUFFER_ROWS.labels(table=table, stage=stage, state=state).set(number)
         return live
 
-    def _write_summary(self, steering: RunSteering, code: int, *, drained: bool) -> None:
+    def _write_summary(self, steering: RunSteering, code: int, ended_by: str) -> None:
         """`summary.json`: totals over all processes that ever worked on this run, from `metrics.jsonl`."""
         lines = _read_lines(self._run.metrics)
         train = {line["step"]: line for line in lines if line.get("kind") == "train"}
@@ -216,7 +216,7 @@ class Controller:
             "eval_after_step": last_eval,
             "steps": steps,
             "steps_wanted": steering.total_steps,
-            "steps_end": "drain" if drained else steering.steps_end,
+            "steps_end": ended_by,
             "samples": sum(line.get("samples", 0) for line in train.values()),
             "generated_tokens": sum(line.get("generated_tokens", 0) for line in train.values()),
             "filtered": sum(line.get("filtered", 0) for line in train.values()),

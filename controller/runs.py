@@ -199,7 +199,9 @@ def read_summary(run: RunFolder) -> dict[str, Any]:
 
 
 def _finished(run: RunFolder) -> bool:
-    return read_summary(run).get("exit") == 0
+    """A drained run ended well, and has steps left."""
+    summary = read_summary(run)
+    return summary.get("exit") == 0 and summary.get("steps_end") != "drain"
 
 
 def _grew(before: Recipe, after: Recipe) -> bool:

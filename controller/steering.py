@@ -94,7 +94,9 @@ class RunSteering:
 
     @property
     def steps_end(self) -> str:
-        """What ends the run: `data` or `train.steps`."""
+        """What ends the run: `drain`, with steps left, `data` or `train.steps`."""
+        if self._state.phase == "drain" and self.open_step <= self.total_steps:
+            return "drain"
         return "data" if self.total_steps < self._setting("train.steps") else "train.steps"
 
     def steps(self) -> Iterator[int]:

@@ -69,6 +69,14 @@ def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
     assert read_summary(first.run)["exit"] == 0
 
 
+def test_a_drained_run_goes_on(tmp_path: Path) -> None:
+    first = open_run(recipe(tmp_path))
+    finish(first.run)
+    first.run.summary.write_text(json.dumps(read_summary(first.run) | {"steps_end": "drain"}))
+
+    assert open_run(recipe(tmp_path)).state == "continued"
+
+
 @pytest.mark.parametrize("code", [130, 143, 2, 5])
 def test_a_run_that_ended_otherwise_is_continued(tmp_path: Path, code: int) -> None:
     finish(open_run(recipe(tmp_path)).run, code)
