@@ -7,7 +7,8 @@
 --   P marks       hash: producer -> last sequence put
 --   P clients     hash: name of a client -> its worker
 --   P logged      hash: chunk -> rows of batch-log entries whose chunk was not put yet (the server came back older)
---   P chunk:<id>  string, one per put: msgpack of the fields below
+--   P chunk:<id>  string, one per put: msgpack of its runs, then of {rows, rows of a group, ordinal, bytes, ms of the put, last step,
+--                 how rows ended, tokens, pieces of each unit}
 --   P payload:<chunk>/<unit>.<client>.<serial>  string: one Arrow record batch without its schema; set by clients, unlinked here
 --   P ready:<i>   sorted set of what stage i can claim, in the order of its selector: chunks (fifo: ordinal, fresh_first:
 --                 -ordinal), or units "chunk#index" (uniform, prioritized: the time at which they ring)
@@ -30,7 +31,8 @@
 --   each unit       1 when its columns are there, else 0
 --   each stage, two w waiting, c complete but for its siblings, r ready, l leased, a done, s skipped (the row ended elsewhere),
 --                   and the deliveries so far as '0' + n
--- What an operation makes of a signature, and of the counters, is computed once and remembered (`move`).
+-- What an operation makes of a signature (`move`), and what that makes of the counters and indexes (`change_of`), is computed once and
+-- remembered.
 --
 -- Nothing is rolled back: every function checks all that can fail before its first write.
 
@@ -38,7 +40,7 @@ local US, RS = '\31', '\30'
 local FIRST = 48            -- counts in signatures are characters from '0' on
 local SOME = 500            -- arguments per command: far below the limit of unpack
 local MOST_LEARNT = 20000
-local MOST_KEPT, KEPT_BYTES = 512, 4096  -- records kept unpacked, and how long they may be
+local MOST_KEPT, KEPT_BYTES = 512, 4096  -- records kept as values, twice as many at most, and how long they may be
 
 -- Fields of the state: of the table, and per stage (stage 0 is room for a put; only its waiters count).
 local VERSION, ADMITTED, ENDED, DROPPED, BYTES, ORDINAL, DURABLE, REDELIVERED = 1, 2, 3, 4, 5, 6, 7, 8
@@ -97,8 +99,8 @@ local function read_config(prefix, packed, version)
   return config
 end
 
--- What records in the server mean, by their text: those that calls wrote last need not be unpacked again. Who takes one may
--- change it, and keeps it under its new text.
+-- What records in the server mean, by their text: those that calls wrote last need not be unpacked again. The same text always means
+-- the same, whoever wrote it. Who takes a value may change it, and keeps it under its new text.
 local kept, kept_before, kept_count = {}, {}, 0
 
 local function keep(packed, value)
@@ -137,8 +139,8 @@ local function open_table(keys)
   if keys[2] and keys[2] ~= config.target then return nil end
   local time = redis.call('TIME')
   return {
-    prefix = prefix, config = config, key = config.key, stages = config.stages, state = state, chunks = {}, order = {nil},
-    now = time[1] * 1000 + math.floor(time[2] / 1000), ended = false,
+    prefix = prefix, config = config, key = config.key, stages = config.stages, state = state, chunks = {},
+    now = time[1] * 1000 + math.floor(time[2] / 1000), ended = false, order = {nil},  -- made with room for one
   }
 end
 
@@ -168,10 +170,11 @@ end
 -- A chunk's record is two values in a row: its runs, and what changes less often. The latter's text is `rest`; who changes one of
 -- its fields makes the chunk dirty.
 local function unpack_chunk(packed)
-  local runs, f = cmsgpack.unpack(packed)
+  local at, runs = cmsgpack.unpack_one(packed)
+  local _, f = cmsgpack.unpack_one(packed, at)
   return {
     runs = runs, n = f[1], group = f[2], ordinal = f[3], bytes = f[4], at = f[5], last = f[6], why = f[7], tokens = f[8], pieces = f[9],
-    id = false, before = false, counted = false, rest = false, dirty = false, ends = false,
+    rest = string.sub(packed, at + 1), id = false, before = false, counted = false, dirty = false, ends = false,
   }
 end
 
@@ -185,7 +188,7 @@ local function ends_of(chunk)
 end
 
 local function pack_chunk(chunk)
-  if chunk.dirty or not chunk.rest then
+  if chunk.dirty then
     chunk.dirty = false
     chunk.rest = cmsgpack.pack({
       chunk.n, chunk.group, chunk.ordinal, chunk.bytes, chunk.at, chunk.last, ends_of(chunk), chunk.tokens, chunk.pieces,

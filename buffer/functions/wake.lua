@@ -287,7 +287,8 @@ local function bound_dead(t)
   end
 end
 
--- Bring counters and indexes to a chunk's rows as they are now. Returns whether it is over.
+-- Bring indexes and counters to a chunk's rows as they are now. Returns whether it is over, and the change whose counters are left
+-- to bring, if any.
 local function account(t, chunk)
   local before, runs = chunk.before, chunk.runs
   if runs == before and not chunk.dirty then return false end
@@ -298,7 +299,6 @@ local function account(t, chunk)
     return over
   end
   local change = change_of(t.config, before[3] or '', runs[3])
-  add_up(t.state, change.counters, chunk.n)
   local enters, leaves, others, id, alone = change.enters, change.leaves, change.others, chunk.id, not t.order[2]
   for k = 1, #enters do
     local key = enters[k].key.ready
@@ -309,7 +309,7 @@ local function account(t, chunk)
     if alone then redis.call('ZREM', key, id) else zrem(t, key, id) end
   end
   if others[1] then index(t, chunk, change.over and NONE or runs, others) end
-  return change.over
+  return change.over, change
 end
 
 -- Writes everything that a call changed, in one place: chunks, counters, wake tokens.
@@ -317,9 +317,18 @@ local function commit(t)
   local state, config, key = t.state, t.config, t.key
   if state[DEAD] > config.max_dead_rows then bound_dead(t) end
   local sets, size, gone, going, order = {nil, nil, nil, nil}, 0, nil, 0, t.order  -- made with room: a table grows slowly
+  local common, rows = nil, 0  -- chunks of one call mostly change alike
   for k = 1, #order do
     local chunk = order[k]
-    if account(t, chunk) then
+    local over, change = account(t, chunk)
+    if change then
+      if change ~= common then
+        if common then add_up(state, common.counters, rows) end
+        common, rows = change, 0
+      end
+      rows = rows + chunk.n
+    end
+    if over then
       gone = gone or {nil, nil, nil, nil, nil, nil, nil, nil}
       going = add_keys(t, chunk, gone, going)
       state[BYTES] = state[BYTES] - chunk.bytes
@@ -329,6 +338,7 @@ local function commit(t)
       size = size + 2
     end
   end
+  if common then add_up(state, common.counters, rows) end
   if t.zadd then
     for name, list in pairs(t.zadd) do in_parts('ZADD', name, list) end
   end
