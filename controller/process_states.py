@@ -28,14 +28,15 @@ class ProcessState:
     """One process now.
 
     It `runs` when one of its threads wants a core; `busy` is the share of one core that it got (more than 1.0:
-    several threads); `stopped_child` the pid of a child or grandchild that is stopped. A process on another host is
-    `elsewhere`: only its messages tell of it.
+    several threads). `stopped_child` and `busy_child` are pids of processes below it, if one is so. A process on
+    another host is `elsewhere`: only its messages tell of it.
     """
 
     pid: int
     standing: Standing
     busy: float = 0.0
     stopped_child: int | None = None
+    busy_child: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class ProcessTable:
             pid,
             "runs" if standing == "sleeps" and _a_thread_runs(pid) else standing,
             round(ticks / os.sysconf("SC_CLK_TCK") / window_s, 2),
-            _stopped_below(pid, everything),
+            _below(pid, everything, "Tt"),
+            _below(pid, everything, "R"),
         )
 
 
@@ -88,13 +90,13 @@ def _a_thread_runs(pid: int) -> bool:
     return any((stat := _stat(f"{pid}/task/{task.name}")) is not None and stat.letter == "R" for task in tasks)
 
 
-def _stopped_below(pid: int, everything: Mapping[int, _Stat]) -> int | None:
-    """A stopped process among those that `pid` started."""
+def _below(pid: int, everything: Mapping[int, _Stat], letters: str) -> int | None:
+    """A process in one of these states among those that `pid` started, and those that they started."""
     below = [child for child, stat in everything.items() if stat.parent == pid]
     for child in below:
-        if everything[child].letter in "Tt":
+        if everything[child].letter in letters:
             return child
-    return next((found for child in below if (found := _stopped_below(child, everything)) is not None), None)
+    return next((found for child in below if (found := _below(child, everything, letters)) is not None), None)
 
 
 def _everything() -> dict[int, _Stat]:

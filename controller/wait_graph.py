@@ -15,7 +15,7 @@ work a reader of messages cannot know, so it says what the process does and unti
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -32,6 +32,7 @@ STILL_S = 3.0
 """Without progress for so long, work is called still."""
 _STALE_S = 3.0
 """Heartbeats come once a second, snapshots twice."""
+_SILENT_HERE_S = 10.0
 _BUSY = 0.5
 
 _WORKERS = "workers"
@@ -79,10 +80,9 @@ class Evidence:
         return any(state.standing != "gone" for state in self.processes.values())
 
     def member(self, name: str) -> Member | None:
-        """The worker of this name, its seconds as of now while somebody still counts them."""
-        snapshot = self.snapshot
-        found = next((one for one in snapshot.members if one.name == name), None) if snapshot is not None else None
-        return found
+        """The worker of this name, as the controller knows it."""
+        members = self.snapshot.members if self.snapshot is not None else ()
+        return next((one for one in members if one.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +211,13 @@ def _last_wait(evidence: Evidence) -> str:
 
 def _broken(evidence: Evidence) -> Answer | None:
     """A process that is stopped or gone: the supervisor first, which would mend the others; then whom most need."""
-    names = sorted(evidence.processes, key=lambda name: _weight(evidence, name))
+    chain = {one.name for one in _suspects(evidence)}
+    names = sorted(evidence.processes, key=lambda name: _place(evidence, chain, name))
     for standing in ("stopped", "gone"):
         for name in names:
             state = evidence.processes[name]
             if state.standing == standing and not _has_left(evidence, name):
-                return _answer("stuck", name, _fault(evidence, name, state), state)
+                return _unnoticed(evidence, name) or _answer("stuck", name, _fault(evidence, name, state), state)
     for name in names:
         state = evidence.processes[name]
         if state.stopped_child is not None and name not in (SUPERVISOR, CONTROLLER, SERVER):
@@ -225,10 +226,23 @@ def _broken(evidence: Evidence) -> Answer | None:
     return None
 
 
-def _weight(evidence: Evidence, name: str) -> tuple[int, float]:
-    chain = [one.name for one in _suspects(evidence)]
+def _unnoticed(evidence: Evidence, name: str) -> Answer | None:
+    """A worker that is gone for longer than the supervisor takes to see it: then that one is stuck."""
+    supervisor, last, member = (
+        evidence.processes.get(SUPERVISOR),
+        _last_death(evidence, name),
+        evidence.member(name),
+    )
+    if supervisor is None or last is None or last.what != "started" or member is None or member.silent_s < _STALE_S:
+        return None
+    text = f"the supervisor has not noticed that {name} is gone since {age(member.silent_s)}"
+    return _answer("stuck", SUPERVISOR, f"{text}: {_state(evidence, SUPERVISOR, supervisor)}", supervisor)
+
+
+def _place(evidence: Evidence, chain: Container[str], name: str) -> tuple[int, float]:
+    """The less, the more others need this process."""
     order = (SUPERVISOR, SERVER, CONTROLLER)
-    place = order.index(name) if name in order else 3 if name in chain else 4
+    place = order.index(name) if name in order else len(order) + (name not in chain)
     member = evidence.member(name)
     return place, -(member.still_s if member is not None else 0.0)
 
@@ -272,11 +286,9 @@ def _state(evidence: Evidence, name: str, state: ProcessState) -> str:
         case "elsewhere":
             return f"{process} is on another host"
         case "runs" | "sleeps":
-            return f"{process} {_busy(state)}"
-
-
-def _busy(state: ProcessState) -> str:
-    return f"computes ({state.busy:.0%} of a core)" if _computes(state) else "sleeps"
+            if _computes(state):
+                return f"{process} computes ({state.busy:.0%} of a core)"
+            return f"{process} sleeps" + (f", its child {state.busy_child} computes" if state.busy_child else "")
 
 
 def _computes(state: ProcessState) -> bool:
@@ -331,8 +343,12 @@ def _without_server(evidence: Evidence) -> Answer | None:
 
 
 def _silent(evidence: Evidence, snapshot: Snapshot) -> Answer | None:
-    """A worker whose heartbeats have ceased although its process, as far as one can see, is there."""
-    silent = [one for one in snapshot.members if one.silent_s > _STALE_S]
+    """A worker whose heartbeats have ceased; one whose process is here may merely have had no core for a moment."""
+    silent = [
+        one
+        for one in snapshot.members
+        if one.silent_s > (_SILENT_HERE_S if one.name in evidence.processes else _STALE_S)
+    ]
     if not silent:
         return None
     one = max(silent, key=lambda member: member.silent_s)
@@ -430,8 +446,10 @@ def _holders(evidence: Evidence, table: str, stage: str) -> Iterator[_Suspect]:
         if rows is None:
             continue
         for lease in rows.leases:
-            still_s = rows.lease_s - lease.left_s
-            yield _Suspect(lease.worker, f"holds {_rows(lease.rows)} of stage {name}", still_s, lease.left_s)
+            member = evidence.member(lease.worker)
+            sleeps = f", waits for {member.wait}" if member is not None and member.wait else ""
+            doing = f"holds {_rows(lease.rows)} of stage {name}{sleeps}"
+            yield _Suspect(lease.worker, doing, rows.lease_s - lease.left_s, lease.left_s)
         if name != stage and rows.ready and not rows.leases:
             yield from _idlers(evidence, rows)
 

@@ -91,6 +91,7 @@ class RewardRole(Role):
         self._tag = f"config {recipe_hash(recipe)} functions {' '.join(hashes)}"
         self._claim: Claim | None = None
         self._extended_at = 0.0
+        self._scoring = ""
         self._reasons: set[str] = set()
         self._failed_rows = 0
         self._last_reason = ""
@@ -142,11 +143,14 @@ class RewardRole(Role):
 
     def _score(self, claim: Claim) -> None:
         began = time.monotonic()
+        recipe = self._context.recipe
         self._claim, self._extended_at = claim, began
         records = claim.rows.to_pylist()
         rows = [_reward_row(record) for record in records]
         parts: list[list[float | None]] = []
-        for runner in self._runners:
+        for runner, block, name in zip(self._runners, recipe.reward, recipe.reward_names, strict=True):
+            self._scoring = f"reward function {name}, at most {block.timeout_s:g} s a call"
+            self._context.waits(self._scoring)
             verdicts = runner.score(rows)
             for reason in [verdicts.failure] if verdicts.failure else verdicts.notes:
                 self._tell(reason)
@@ -205,6 +209,7 @@ class RewardRole(Role):
         if self._claim is not None and (force or now - self._extended_at >= _EXTEND_EVERY_S):
             self._store.extend(self._claim)
             self._context.progress()
+            self._context.waits(self._scoring)
             self._extended_at = now
 
     def _tell(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,32 +130,26 @@ def log_command(
 ) -> int:
     """`rlmq log`. With `follow` it goes on until the run has ended or the user ends it."""
     found = find_run(folder, run)
-    sources = [_source(found.control_log), _source(found.supervisor_log)]
+    sources = [GrowingLines(path, from_start=True) for path in (found.control_log, found.supervisor_log)]
     story = Story()
     quiet_since = time.monotonic()
     while True:
-        batch = sorted((line for source in sources for line in source.new()), key=_at)
         story.evaluations = _evaluations(found)
-        for record in batch:
+        for record in heapq.merge(*(source.new() for source in sources), key=_at):
+            quiet_since = time.monotonic()
             number, names = story.about(record)
             lines = _stamped(record, list(story.tell(record, every=worker is not None)))
             if as_json:
                 lines = [msgspec.json.encode(record).decode()]
             if (step is None or number == step) and (worker is None or worker in names):
                 _print(lines)
-        now = time.monotonic()
-        quiet_since = now if batch else quiet_since
-        over = read_summary(found).get("exit") is not None and now - quiet_since >= _QUIET_S
+        over = read_summary(found).get("exit") is not None and time.monotonic() - quiet_since >= _QUIET_S
         if not follow or over:
             break
         time.sleep(_POLL_S)
     if not as_json and step is None and worker is None and read_summary(found).get("exit") is None:
         _print(list(story.rest(time.time())))
     return int(ExitCode.OK)
-
-
-def _source(path: Path) -> GrowingLines:
-    return GrowingLines(path, from_start=True)
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import getpass
-import socket
+import platform
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -146,7 +146,7 @@ def _operator() -> str:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = "somebody"
-    return f"{user}@{socket.gethostname()}"
+    return f"{user}@{platform.node()}"
 
 
 def _ring(run: RunFolder) -> None:

@@ -5,7 +5,7 @@ Every source may be missing; what remains is shown. Nothing here waits for longe
 
 from __future__ import annotations
 
-import socket
+import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,7 +94,7 @@ def known_processes(
     if snapshot is not None:
         members = [(one.name, one.pid, one.host) for one in snapshot.members]
         for name, pid, host in ((CONTROLLER, snapshot.pid, snapshot.host), *members):
-            if pid and host == socket.gethostname() and known.get(name, (0, 0.0))[1] < snapshot.at_unix_s:
+            if pid and host == platform.node() and known.get(name, (0, 0.0))[1] < snapshot.at_unix_s:
                 known[name] = (pid, snapshot.at_unix_s)
     supervisor = supervisor_of(run)
     if supervisor is not None and supervisor[0] not in {pid for pid, _ in known.values()}:

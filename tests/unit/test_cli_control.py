@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -65,13 +65,13 @@ class Bench:
     def snapshot(self, *members: Member, waits: tuple[Wait, ...] = (), **fields: Any) -> None:
         controller = self.children.get("controller-0")
         known: dict[str, Any] = {"at_unix_s": time.time(), "run_id": self.run.run_id, "epoch": 1, "phase": "run"}
-        known |= {"pid": controller.pid if controller else 1, "host": socket.gethostname(), "step": 7, "steps": 30}
+        known |= {"pid": controller.pid if controller else 1, "host": platform.node(), "step": 7, "steps": 30}
         known |= {"policy_version": 6, "missing": ()}
         self.run.control.write_bytes(msgspec.json.encode(Snapshot(members=members, waits=waits, **known | fields)))
 
     def member(self, name: str, **fields: Any) -> Member:
         role, _, rank = name.rpartition("-")
-        known: dict[str, Any] = {"incarnation": 1, "pid": self.children[name].pid, "host": socket.gethostname()}
+        known: dict[str, Any] = {"incarnation": 1, "pid": self.children[name].pid, "host": platform.node()}
         known |= {"activity": "generating", "ready": True, "serving": 6, "silent_s": 0.1, "still_s": 0.2}
         return Member(role=role, rank=int(rank), **known | fields)
 

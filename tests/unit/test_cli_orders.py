@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -110,7 +110,7 @@ def test_an_order_is_a_record_and_rings(steered: Steered, capsys: pytest.Capture
     # and the records have the order, with who gave it
     [order] = steered.calls.orders(0)
     assert (order.verb, order.settings) == ("pause", {})
-    assert order.by.endswith(f"@{socket.gethostname()}")
+    assert order.by.endswith(f"@{platform.node()}")
     assert "order 1 is stored: pause" in capsys.readouterr().out
 
 

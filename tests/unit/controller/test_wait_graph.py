@@ -282,13 +282,39 @@ CASES = [
     Case(
         "the link to a worker is cut",
         {
-            "snapshot": snapshot(member("rollout-0", "generating", silent_s=7.0), waits=(wait(ROWS),)),
+            "snapshot": snapshot(member("rollout-0", "generating", silent_s=11.0), waits=(wait(ROWS),)),
             "stages": stages(("rollout", "rollout-0", 64, 1.0)),
             "processes": alive(),
         },
         "stuck",
         "rollout-0",
-        ("rollout-0 (generating) has sent no heartbeat for 7.0 s", "process 20 sleeps"),
+        ("rollout-0 (generating) has sent no heartbeat for 11 s", "process 20 sleeps"),
+    ),
+    Case(
+        "a reward function takes its time",
+        {
+            "snapshot": snapshot(
+                member("reward-0", "scoring", wait="reward function f, at most 60 s"), waits=(wait(ROWS),)
+            ),
+            "stages": stages(("reward", "reward-0", 64, 4.0)),
+            "processes": alive(reward_0=state("reward-0", "sleeps", busy_child=31)),
+        },
+        "still",
+        "reward-0",
+        ("64 rows of stage reward, waits for reward function f, at most 60 s", "30 sleeps, its child 31 computes"),
+    ),
+    Case(
+        "the supervisor loops and does not see that a worker died",
+        {
+            "snapshot": snapshot(member("rollout-0", "generating", silent_s=4.0), waits=(wait(ROWS),)),
+            "processes": alive(
+                supervisor=state("supervisor", "runs", busy=1.0), rollout_0=state("rollout-0", "gone")
+            ),
+            "deaths": [started("rollout-0", 20, 60.0)],
+        },
+        "stuck",
+        "supervisor",
+        ("the supervisor has not noticed that rollout-0 is gone since 4.0 s: process 10 computes",),
     ),
     Case(
         "a worker on another host is silent",
