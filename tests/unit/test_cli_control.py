@@ -236,7 +236,7 @@ def a_story(bench: Bench) -> None:
         )
     )
     order = Order(verb="set", at_unix_s=43.0, by="ada", settings={"train.steps": "40"})
-    bench.line(events.Ordered(at=43.0, number=1, order=order))
+    bench.line(events.Ordered(at=43.6, number=1, order=order))
     bench.line(
         events.Asked(at=44.0, call_id="2/6/actor.checkpoint", role="actor", method="checkpoint", deadline_s=9)
     )
@@ -256,8 +256,8 @@ def test_the_log_tells_both_histories_by_time(bench: Bench, capsys: pytest.Captu
         "rollout-0 ended, process 5, signal 9 (SIGKILL), in call 2/x",
         "    a",
         "    b",
-        "order 1: set train.steps=40 by ada",
         "call 2/3/actor.train done by ranks 0,1 in 2.500 s",
+        "order 1: set train.steps=40 by ada",
     ]
     assert told[-1].startswith("call 2/6/actor.checkpoint is open for ")
 
