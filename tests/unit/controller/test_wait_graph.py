@@ -280,6 +280,28 @@ CASES = [
         ("process 50 is stopped",),
     ),
     Case(
+        "of two stopped workers, the one that the controller waits for is named",
+        {
+            "snapshot": snapshot(GENERATING, member("recorder-0", still_s=99.0), waits=STARVED.waits),
+            "stages": HELD,
+            "processes": alive(recorder_0=state("recorder-0", "stopped"), rollout_1=state("rollout-1", "stopped")),
+        },
+        "stuck",
+        "rollout-1",
+        ("process 21 is stopped",),
+    ),
+    Case(
+        "a worker that ended well is missed by nobody",
+        {
+            "snapshot": snapshot(member("rollout-0", "generating")),
+            "processes": alive(rollout_1=state("rollout-1", "gone")),
+            "deaths": [started("rollout-1", 21, 60.0), ended("rollout-1", 0, 5.0)],
+        },
+        "moves",
+        "",
+        ("rollout-0 is generating",),
+    ),
+    Case(
         "the link to a worker is cut",
         {
             "snapshot": snapshot(member("rollout-0", "generating", silent_s=11.0), waits=(wait(ROWS),)),
