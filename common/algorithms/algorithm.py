@@ -6,9 +6,9 @@ torch inside their loss only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,21 @@ class RewardedBatch:
 
 
 class Steering(Protocol):
-    """What a control loop may do. Every method is a call with a deterministic id: after a crash the loop
-    runs again from the open step, and calls that have finished return their stored results at once."""
+    """What a control loop may do. Every method makes calls, whose ids are the step and their ordinal in it: after
+    a crash the loop runs again from the open step, and calls that have finished return their stored results at
+    once. So a loop must be deterministic between calls; else it ends with `ControlLoopDiverged`.
+    """
 
     def steps(self) -> Iterator[int]:
         """Step numbers from the open step on, 1-based; ends at `train.steps` or when the data end."""
+
+    def call(
+        self, role: str, method: str, args: Mapping[str, Any] | None = None, *, ranks: Sequence[int] | None = None
+    ) -> list[dict[str, Any]]:
+        """Call a method of these ranks of a role, or of everyone who is there; what they answer, by rank.
+
+        Of roles whose workers may come and go, one that dies meanwhile has no answer.
+        """
 
     def admit(self, step: int) -> int:
         """Add the step's prompts to the train table; returns the number of samples."""
