@@ -17,7 +17,6 @@ from rlmq.common.errors import (
     ControlLoopDiverged,
     DecodeError,
     Fenced,
-    IntegrityError,
     SchemaMismatch,
     SecondController,
 )
@@ -65,14 +64,10 @@ class RedisCalls(Calls):
         """Store a rank's result, once; see `Calls.complete`.
 
         Raises:
-            IntegrityError: no such call for this rank. Fenced: a newer incarnation has joined.
+            Fenced: a newer incarnation has joined.
         """
         args = (result.call_id, result.rank, incarnation, msgspec.msgpack.encode(result))
         reply = self._link.call("complete", self._prefix, *args)
-        if reply[0] == "missing":
-            raise IntegrityError(
-                f"call '{result.call_id}'", got=f"a result of rank {result.rank}", expected="a known call"
-            )
         if reply[0] == "fenced":
             raise Fenced(
                 f"result of call '{result.call_id}' from rank {result.rank}",
@@ -80,7 +75,7 @@ class RedisCalls(Calls):
                 expected=f"the newest, {reply[1]}",
                 remedy="A newer process has taken over this rank: stop this one",
             )
-        return bool(reply[1] == 1)
+        return reply[0] == "ok" and bool(reply[1] == 1)
 
     def release(self, result: CallResult, *, epoch: int) -> None:
         """Store a result for a worker that is not there; see `Calls.release`."""

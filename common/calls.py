@@ -83,7 +83,9 @@ class Calls(Protocol):
         """The oldest call of this rank without a result, or None. Repeats after a restart."""
 
     def complete(self, result: CallResult, *, incarnation: int) -> bool:
-        """Store a rank's result, once. False when it was already there.
+        """Store a rank's result, once. False when it was already there, or when the records do not know the call:
+
+        they came back older, and whoever asked asks again.
 
         Raises:
             Fenced: a newer incarnation of this rank has joined.
