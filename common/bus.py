@@ -195,7 +195,7 @@ class ControllerBus(_Bus):
         quiet: Callable[[Report], bool] = lambda _: False,
     ) -> None:
         super().__init__(Endpoints.of(run, control), tick_s=_BEAT_S)
-        self._quiet = quiet
+        self.quiet = quiet
         self._beat = (EVERYONE.encode(), encode(Beat(epoch)))
         self._ticker = threading.Thread(target=self._keep_ticking, args=(tick, tick_s), name="tick", daemon=True)
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
@@ -294,7 +294,7 @@ class ControllerBus(_Bus):
                 self.refusals.add("role", address=str(frame.get("Peer-Address")), key_of=speaker)
                 return
         self._reports.put(report)
-        if not self._quiet(report):
+        if not self.quiet(report):
             self.wake.set()
 
     def _tick(self) -> None:
