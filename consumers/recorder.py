@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rlmq.buffer.store import Claim, ExperienceStore, Interest
+from rlmq.buffer.store import Claim, ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import arrow_schema, sample_columns
 from rlmq.common.errors import DeadlineExceeded, DependencyError, Fenced
@@ -113,6 +113,7 @@ class RecorderRole(Role):
         """Claim evaluation rows until no live row is left unclaimed."""
         claims: list[Claim] = []
         held = 0
+        seen: TableCounts | None = None
         moved_at = extended_at = time.monotonic()
         while True:
             for earlier in claims if self._context.stopping() else ():
@@ -129,6 +130,8 @@ class RecorderRole(Role):
             counts = self._store.counts(EVAL)
             if held >= counts.live:
                 break
+            if counts != seen:  # upstream rows move on
+                seen, moved_at = counts, now
             if now - extended_at >= _EXTEND_EVERY_S:
                 claims = [earlier for earlier in claims if self._extended(earlier)]
                 held = sum(earlier.count for earlier in claims)

@@ -164,6 +164,10 @@ class RolloutRole:
         }
         return pa.RecordBatch.from_pydict(columns, schema=arrow_schema(ROLLOUT_COLUMNS))
 
+    def _load(self, name: str, tensor: torch.Tensor) -> None:
+        self._engine.load(name, tensor)
+        self._context.progress()
+
     def _receive_weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Two-phase: receive and verify everything, then serve it; on failure the old version goes on."""
         self._context.activity("syncing")
@@ -173,7 +177,7 @@ class RolloutRole:
         member = f"{self._context.role}-{self._context.rank}"
         self._engine.begin_load(manifest, version)
         try:
-            stats = self._transport.receive(meeting, member, manifest, self._engine.load)
+            stats = self._transport.receive(meeting, member, manifest, self._load)
         except (DeadlineExceeded, IntegrityError) as error:
             self._engine.abandon()
             return {"failed": str(error)}

@@ -233,7 +233,7 @@ class DeadlineBlock(Block):
 
     start_s: PositiveFloat = Field(default=180.0, description="Until every worker has joined.")
     step_s: PositiveFloat = Field(default=600.0, description="Without any progress inside a step.")
-    sync_s: PositiveFloat = Field(default=120.0, description="For one weight transfer.")
+    sync_s: PositiveFloat = Field(default=120.0, description="Without any progress of a weight transfer.")
     silence_s: PositiveFloat = Field(
         default=30.0, description="Without a heartbeat, a worker is ended and started again after this time."
     )
