@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import TracebackType
 
 import structlog
 
 
-def close_all(
-    closes: Sequence[Callable[[], None]], failure: BaseException | None, log: structlog.stdlib.BoundLogger
-) -> BaseException | None:
-    """Call every one, in order; the first error of all counts, later ones are logged.
+class Closing:
+    """Closes what was added, the newest first; of several errors the first is raised, the others are logged."""
 
-    Args:
-        closes: what to call.
-        failure: the error that led to the end, if one did.
-        log: where errors after the first are told.
+    def __init__(self, log: structlog.stdlib.BoundLogger) -> None:
+        self._log = log
+        self._closes: list[Callable[[], None]] = []
 
-    Returns:
-        `failure`, else the first error of closing, else None.
-    """
-    for close in closes:
-        try:
-            close()
-        except Exception as error:  # noqa: BLE001 - the others must still be closed
-            if failure is not None:
-                log.error("close failed too", error=f"{type(error).__name__}: {error}")
-            failure = failure or error
-    return failure
+    def add(self, close: Callable[[], None]) -> None:
+        """Call this at the end."""
+        self._closes.append(close)
+
+    def __enter__(self) -> Closing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        first = error
+        for close in reversed(self._closes):
+            try:
+                close()
+            except Exception as later:  # noqa: BLE001 - the others must still be closed
+                if first is not None:
+                    self._log.error("close failed too", error=f"{type(later).__name__}: {later}")
+                first = first or later
+        if first is not None and first is not error:
+            raise first

@@ -16,7 +16,7 @@ import structlog
 
 from rlmq.common.bus import WorkerBus
 from rlmq.common.calls import Activity, Call, CallResult, Calls, Desired
-from rlmq.common.closing import close_all
+from rlmq.common.closing import Closing
 from rlmq.common.errors import ExitCode, RestartRequired, RlmqError, Terminated
 from rlmq.common.messages import Beat, CallBell, DesiredBell, Done, Doorbell, Goodbye, Heartbeat
 from rlmq.common.metrics import CALLS_HANDLED, STALE_COMMANDS
@@ -94,22 +94,22 @@ class Worker:
     def run(self, make_role: MakeRole) -> int:
         """Build the role and work until a stop; returns the exit code, having told the controller why."""
         failure: BaseException | None = None
-        closes: list[Callable[[], None]] = [self._link.close, self._signals.close]
         try:
-            self._signals.start()
-            self._link.start()
-            role = make_role(self.context)
-            closes.insert(0, role.close)
-            self._state.ready = True
-            self._bus.beat()
-            self._log.info("ready", incarnation=self._state.incarnation)
-            self._loop(role)
-            while self._cut_off and not self._told_to_stop():
-                self._join_anew()
+            with Closing(self._log) as closing:
+                for watch in (self._signals, self._link):
+                    closing.add(watch.close)
+                    watch.start()
+                role = make_role(self.context)
+                closing.add(role.close)
+                self._state.ready = True
+                self._bus.beat()
+                self._log.info("ready", incarnation=self._state.incarnation)
                 self._loop(role)
+                while self._cut_off and not self._told_to_stop():
+                    self._join_anew()
+                    self._loop(role)
         except Exception as error:  # noqa: BLE001 - the supervised loop: an unexpected end is told, then restarted
             failure = error
-        failure = close_all(closes, failure, self._log)
         code, message = self._verdict(failure)
         self._bus.leave(self._goodbye(code, message))
         if message:

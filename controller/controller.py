@@ -15,6 +15,7 @@ import structlog
 from rlmq.buffer.store import ExperienceStore
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.calls import Calls
+from rlmq.common.closing import Closing
 from rlmq.common.errors import DeadlineExceeded, ExitCode, Fenced, Interrupted, RlmqError, Terminated
 from rlmq.common.metrics import BUFFER_LIVE_ROWS, BUFFER_PAYLOAD_BYTES, BUFFER_ROWS
 from rlmq.common.recipe.schema import Recipe
@@ -62,19 +63,20 @@ class Controller:
         """
         epoch = self._calls.begin_epoch(fingerprint=self._fingerprint, lease_s=EPOCH_LEASE_S)
         self._log.info("epoch", epoch=epoch)
-        try:
-            return self._steer(epoch)
-        finally:
-            self._calls.end_epoch(epoch)
+        with Closing(self._log) as closing:
+            closing.add(lambda: self._calls.end_epoch(epoch))
+            return self._steer(epoch, closing)
 
-    def _steer(self, epoch: int) -> int:
+    def _steer(self, epoch: int, closing: Closing) -> int:
         dispatch = Dispatch(self._recipe, self._run, self._calls, epoch, self._log, self._pumped)
+        closing.add(dispatch.close)
         self._dispatch = dispatch
         self._arm_signals(dispatch)
         trackers = Trackers(self._recipe, self._run, self._log)
+        closing.add(trackers.close)
         steering = RunSteering(self._recipe, self._run, dispatch, self._store, self._calls, trackers, self._log)
         failure: RlmqError | None = None
-        try:
+        try:  # after an unexpected error the workers are left to who started them
             try:
                 self._follow_loop(dispatch, steering)
             except Fenced:  # another controller steers: nothing here is this one's to end
@@ -90,9 +92,6 @@ class Controller:
             if failure is None:
                 raise
             self._log.error("not ended well", error=str(error))
-        finally:  # after an unexpected error the workers are left to who started them
-            trackers.close()
-            dispatch.close()
         if failure is not None:
             raise failure
         return ExitCode.OK
