@@ -22,6 +22,7 @@ from rlmq.buffer import payload, verifying
 from rlmq.buffer.connection import RETRY_S, Link, Payload, as_client
 from rlmq.buffer.keys import TABLE_SUFFIXES, checked_name, table_prefix
 from rlmq.buffer.layout import Layout, Selection
+from rlmq.buffer.memory import Memory
 from rlmq.buffer.reading import Reader, subset
 from rlmq.buffer.store import (
     END_STATES,
@@ -52,12 +53,6 @@ from rlmq.common.errors import (
 _LABEL_CHARS = 80  # of a reason, in the name of a counter
 _REASON_CHARS = 4000  # of a reason, kept with its rows
 _TAG_CHARS = 200
-_MEMORY_PAUSE_S = 0.2
-_MEMORY_RESERVE, _MEMORY_STEP, _MEMORY_CHECK_S = (
-    0.1,
-    0.01,
-    1.0,
-)  # of maxmemory, kept free by puts; when to look again
 _ADOPTED_AT_ONCE = 128
 _POSTED_BYTES = 64 * 1024  # what is kept until its answer comes
 _NO_FACTS = Facts()
@@ -123,12 +118,12 @@ class RedisStore(ExperienceStore):
         self._owns_client = isinstance(client_or_url, str)
         self._client = as_client(client_or_url, retry_s)
         self._link = Link(self._client, retry_s=retry_s)
+        self._memory = Memory(self._link, run_id, put_timeout_s)
         self._serial = itertools.count(1)
         self._name = secrets.token_hex(5)  # part of leases and payload names; a counter could come back older
         self._row_waiter = Waiter(self._client, self._link, worker, f"{worker}.{self._name}.rows")
         self._room_waiter = Waiter(self._client, self._link, worker, f"{worker}.{self._name}.room")
         self._tables: dict[str, _Open] = {}
-        self._check_memory_at, self._unchecked_bytes, self._unchecked_limit = 0.0, 0, 0.0
         self._late: deque[Callable[[], object]] = deque()  # of posted calls that failed: raises, or tries again
         self._finished: dict[str, None] = {}  # leases that `finish` ended, newest last
 
@@ -245,9 +240,7 @@ class RedisStore(ExperienceStore):
             self._wait_for_room(one, count, sent.nbytes, self._put_timeout_s)
             start = time.monotonic()
         while True:
-            self._unchecked_bytes += sent.nbytes
-            if start > self._check_memory_at or self._unchecked_bytes > self._unchecked_limit:
-                self._wait_for_memory(sent.nbytes, end)
+            self._memory.reserve(sent.nbytes, start, end)
             reply = self._send("put", one, (*head, *told), sent, end)
             if reply[0] == "ok":
                 one.put[producer] = sequence
@@ -297,48 +290,13 @@ class RedisStore(ExperienceStore):
     def _tag(self) -> str:
         return f"{self._name}.{next(self._serial)}"
 
-    def _send(
-        self,
-        verb: str,
-        one: _Open,
-        head: Sequence[Small],
-        sent: payload.Outgoing,
-        end: float,
-    ) -> list[Any]:
+    def _send(self, verb: str, one: _Open, head: Sequence[Small], sent: payload.Outgoing, end: float) -> list[Any]:
         """A function with its payload; a server at its memory limit is full, not broken: try until `end`."""
         while True:
             try:
                 return self._link.call(verb, one.target, *head, *sent.arguments, payload=sent.sets)
             except redis.OutOfMemoryError as error:
-                if time.monotonic() + _MEMORY_PAUSE_S > end:
-                    raise self._no_memory(verb, str(error)) from error
-                time.sleep(_MEMORY_PAUSE_S)
-
-    def _wait_for_memory(self, nbytes: int, end: float) -> None:
-        """Leave a part of the server's memory to those who write columns: only they free rows."""
-        while True:
-            (text,) = self._link.exchange([("INFO", "memory")])
-            if isinstance(text, Exception):
-                raise text
-            memory = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
-            most = int(memory["maxmemory"])
-            self._check_memory_at = time.monotonic() + _MEMORY_CHECK_S
-            self._unchecked_limit = most * _MEMORY_STEP if most else float("inf")
-            self._unchecked_bytes = nbytes
-            if not most or int(memory["used_memory"]) + nbytes < most * (1 - _MEMORY_RESERVE):
-                return
-            self._check_memory_at = 0.0  # if this gives up, the next one looks too
-            if time.monotonic() + _MEMORY_PAUSE_S > end:
-                raise self._no_memory("put", f"{memory['used_memory_human']} of {memory['maxmemory_human']} used")
-            time.sleep(_MEMORY_PAUSE_S)
-
-    def _no_memory(self, verb: str, got: str) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"{verb} in run '{self._run_id}'",
-            got=f"a Redis server at its maxmemory ({got}) for {self._put_timeout_s:g} s",
-            expected="consumers that free rows",
-            remedy="Raise maxmemory, or look at the stages that do not drain",
-        )
+                self._memory.pause(verb, str(error), end)
 
     def flush(self, table: str) -> None:
         """The rows put so far are complete; see `ExperienceStore.flush`."""
