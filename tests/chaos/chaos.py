@@ -117,8 +117,9 @@ class Disturbance:
             kill.recovered_s = round(time.monotonic() - at, 2)
 
     def _choose(self, patience_s: float) -> tuple[str | None, Seen]:
-        """A process, and the run as it is now."""
+        """A process of the role that was killed least among those that may be, and the run as it is now."""
         met = Counter(kill.activity for kill in self.kills)
+        killed = Counter(kill.name.rpartition("-")[0] for kill in self.kills)
         least = min(met[activity] for activity in ACTIVITIES)
         deadline = time.monotonic() + patience_s
         while True:
@@ -126,7 +127,7 @@ class Disturbance:
             free = [name for name in seen.pid if self._budget.allows(name)]
             wanted = [n for n in free if seen.activity(n) and met[seen.activity(n)] == least]
             if wanted or (free and time.monotonic() > deadline):
-                return self._rng.choice(wanted or free), seen
+                return min(wanted or free, key=lambda n: (killed[n.rpartition("-")[0]], self._rng.random())), seen
             if self._live.over:
                 return None, seen
             time.sleep(0.002)

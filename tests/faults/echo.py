@@ -31,7 +31,7 @@ from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest, RowRange
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import ACTOR_COLUMNS, PROMPT_COLUMNS, ROLLOUT_COLUMNS, arrow_schema
-from rlmq.common.errors import Fenced
+from rlmq.common.errors import Fenced, UsageError
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.consumers.recorder import RecorderRole
 
@@ -47,7 +47,7 @@ class FailAt(msgspec.Struct, forbid_unknown_fields=True):
     who: str
     phase: str
     seq: int = 1
-    signal: Literal["KILL", "STOP", "RAISE"] = "KILL"
+    signal: Literal["KILL", "STOP", "RAISE", "USAGE"] = "KILL"
 
 
 class Echo(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,8 +113,9 @@ class Points:
         self._passed[phase] += 1
         for number, fail in enumerate(self._echo.fail_at):
             if (fail.who, fail.phase, fail.seq) == (self._who, phase, self._passed[phase]) and self._first(number):
-                if fail.signal == "RAISE":
-                    raise RuntimeError(f"{self._who} was told to fail at {phase}")
+                if fail.signal in ("RAISE", "USAGE"):
+                    kind = RuntimeError if fail.signal == "RAISE" else UsageError
+                    raise kind(f"{self._who} was told to fail at {phase}")
                 os.kill(os.getpid(), getattr(signal, f"SIG{fail.signal}"))
 
     def _first(self, number: int) -> bool:
@@ -326,14 +327,12 @@ class Actor(EchoRole):
         return {"bytes": 64, "seconds": 0.0}
 
     def checkpoint(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        self.context.activity("checkpointing")
-        step = int(args["step"])
-        self._reach(step)
-        done = max((int(path.name[5:]) for path in self._folder.glob("step-*")), default=0)
-        if step > done:
-            self._save(step, [row for entry in self._log.entries(done) if entry.step <= step for row in entry.rows])
-        self.store.advance(step)
-        return {"step": step}
+        self._reach(int(args["step"]))
+        return {"step": self._save()}
+
+    def close(self) -> None:
+        self._save()
+        super().close()
 
     def settle(self, _: Mapping[str, Any]) -> dict[str, Any]:
         return {"step": self._step}
@@ -385,7 +384,17 @@ class Actor(EchoRole):
         except Fenced:
             self.store.finish_logged(TRAIN, "actor", _ranges(entry), step=entry.step)
 
-    def _save(self, step: int, rows: Sequence[str]) -> None:
+    def _save(self) -> int:
+        """A checkpoint of what was trained, unless there is one."""
+        step, done = self._step, max((int(path.name[5:]) for path in self._folder.glob("step-*")), default=0)
+        if step > done:
+            self.context.activity("checkpointing")
+            rows = [row for entry in self._log.entries(done) if entry.step <= step for row in entry.rows]
+            self._write(step, rows)
+        self.store.advance(step)
+        return step
+
+    def _write(self, step: int, rows: Sequence[str]) -> None:
         unfinished = self._folder / f".step-{step:06d}.{os.getpid()}.part"
         unfinished.mkdir(parents=True)
         (unfinished / "model.safetensors").write_text(self._weights)
