@@ -1,7 +1,7 @@
 """What checkpoints cost: how long the trainer is blocked, how long a checkpoint takes, what the steps lose.
 
 `recipes/demo.yaml` (weights and Adam's state: 1.6 GB) runs with a checkpoint every 5 steps, and without. Then the
-parts of one checkpoint of that size alone: the copy, SHA-256, writing and fsync, and writing and hashing in one pass.
+parts of one checkpoint of that size alone: the copy, SHA-256, writing and fsync, writing and hashing in one pass.
 
     RLMQ_BENCH_STEPS=20 rlmq bench checkpoint
 """
@@ -56,7 +56,7 @@ def run() -> BenchResult:
         "steps with checkpoints / without": with_them["steps_wall_s"] / without["steps_wall_s"],
     }
     notes = [
-        "blocked_s: the batch log's fsyncs, the copies that an update waited for, and the wait for the last checkpoint"
+        "blocked_s: the batch log's fsyncs, copies that an update waited for, the wait for the last checkpoint"
     ]
     return BenchResult("checkpoint", rows, ratios, notes)
 
