@@ -15,6 +15,17 @@ from rlmq.run_view import look_at
 
 pytestmark = pytest.mark.timeout(280)
 
+LOOPS = """
+import os, signal
+
+def loop(*_):
+    while os.path.exists(os.environ["RLMQ_TEST_LOOP"]):
+        pass
+
+signal.signal(signal.SIGUSR1, loop)
+"""
+"""Each process of the run imports it: told by SIGUSR1, its main thread computes until a file is gone."""
+
 STOPPED = ("rollout-0", "redis-0", "controller-0", "supervisor", "actor-0", "reward-0")
 
 
@@ -70,6 +81,30 @@ def test_whoever_is_stopped_is_named_and_goes_on(cli: Any) -> None:
     assert after.culprit == "supervisor"
     assert "wrote no end" in after.sentence
     assert cli.run("status", "held").code == 3
+
+
+def test_whoever_loops_for_ever_is_named(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a run that moves, whose processes can be made to loop
+    flag, code = cli.folder / "loop", cli.folder / "code" / "sitecustomize.py"
+    code.parent.mkdir()
+    code.write_text(LOOPS)
+    monkeypatch.setenv("RLMQ_TEST_LOOP", str(flag))
+    monkeypatch.setenv("PYTHONPATH", str(code.parent))
+    started(cli, "loops")
+    processes = look_at(cli.folder / "runs", "loops").evidence.processes
+    for name in ("rollout-0", "controller-0"):
+        # when one does nothing else any more, though it lives and, a worker, its heartbeats go on
+        flag.touch()
+        os.kill(processes[name].pid, signal.SIGUSR1)
+        # then it is named, and that it computes
+        cli.wait_until(lambda: ask(cli, "loops").verdict in ("still", "stuck"), "somebody is named", 60)
+        cli.wait_until(lambda: "computes" in ask(cli, "loops").sentence, "it is said to compute", 60)
+        answer = ask(cli, "loops")
+        assert (answer.culprit, answer.pid) == (name, processes[name].pid), answer.sentence
+        # and when it comes out of it, the run goes on
+        flag.unlink()
+        goes_on(cli, "loops")
+    assert cli.run("stop", "loops").code == 0
 
 
 def test_orders_hold_change_and_end_a_run(cli: Any) -> None:
