@@ -21,6 +21,7 @@ import zmq
 from zmq.utils import z85
 
 from rlmq.common.errors import DependencyError, UsageError
+from rlmq.common.private_files import write_private
 
 CONTROLLER = "controller"
 OPERATOR = "operator"
@@ -74,8 +75,8 @@ class Keys:
                 self.public(name)
                 return False
             secret = self.secret(name) if there and not anew else zmq.curve_keypair()[1]
-            _write_private(self.file(name), secret + b"\n")
-            _write_private(self.public_file(name), zmq.curve_public(secret) + b"\n")
+            write_private(self.file(name), secret + b"\n")
+            write_private(self.public_file(name), zmq.curve_public(secret) + b"\n")
         except OSError as error:
             raise DependencyError(
                 f"key folder {self.folder}", got=str(error), expected="a place for keys"
@@ -131,17 +132,6 @@ class Keys:
                 expected=f"mode {mode} of this user",
                 remedy=f"Run `chmod {mode} {path}`; make the keys anew if others may have read them",
             )
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    """Put a file that nobody else could ever read in its place."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 @dataclass(slots=True)

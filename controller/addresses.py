@@ -14,9 +14,10 @@ import redis
 
 from rlmq.buffer.keys import RUN_SUFFIXES, run_prefix
 from rlmq.common.errors import DecodeError, DependencyError, UsageError
+from rlmq.common.private_files import write_private
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
-from rlmq.controller.runs import unusable, write_atomically
+from rlmq.controller.runs import unusable
 
 
 def server_url(recipe: Recipe, run: RunFolder) -> str:
@@ -31,8 +32,9 @@ def server_url(recipe: Recipe, run: RunFolder) -> str:
 def write_addresses(run: RunFolder, url: str) -> None:
     """Write `addresses.json`; a run keeps the mark that it has."""
     home = str(_read(run).get("home", "")) if run.addresses.is_file() else ""
+    addresses = {"redis": url, "home": home or uuid.uuid4().hex}
     with unusable(run.path):
-        write_atomically(run.addresses, json.dumps({"redis": url, "home": home or uuid.uuid4().hex}) + "\n")
+        write_private(run.addresses, json.dumps(addresses).encode() + b"\n")
 
 
 def claim_home(run: RunFolder, url: str) -> None:

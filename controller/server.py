@@ -28,6 +28,7 @@ from rlmq.buffer.connection import connect
 from rlmq.common.errors import DeadlineExceeded, DependencyError
 from rlmq.common.processes import describe_exit, last_lines, reap, spawn
 from rlmq.common.run_folder import RunFolder
+from rlmq.controller.server_users import FILE, RUN_USER, ServerUsers
 
 _STOP_S = 5.0
 _ANSWER_S = 5.0
@@ -75,8 +76,13 @@ class Server:
 
     @property
     def url(self) -> str:
-        """What clients connect to."""
-        return f"unix://{self.socket}"
+        """What the run's processes connect to: a user with rights on the run alone."""
+        return f"unix://{RUN_USER}:{ServerUsers.of(self.run).run}@{self.socket}"
+
+    @property
+    def administrator_url(self) -> str:
+        """What may do everything."""
+        return f"unix://:{ServerUsers.of(self.run).administrator}@{self.socket}"
 
     @property
     def log(self) -> Path:
@@ -89,6 +95,7 @@ class Server:
             "port": "0",
             "unixsocket": str(self.socket),
             "unixsocketperm": "700",
+            "aclfile": FILE,
             "appendonly": "yes",
             "appendfsync": "everysec",
             "auto-aof-rewrite-min-size": "1gb",
@@ -107,7 +114,7 @@ class Server:
         """
         make_socket_folder(self.run)
         self._refuse_another()
-        self.run.server.mkdir(parents=True, exist_ok=True)
+        ServerUsers.of(self.run)
         self.run.logs.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self.log_from = output.tell()
@@ -130,7 +137,7 @@ class Server:
         """
         deadline = time.monotonic() + deadline_s
         state = "no answer yet"
-        with redis.Redis(unix_socket_path=str(self.socket), socket_timeout=_ANSWER_S) as client:
+        with redis.Redis.from_url(self.administrator_url, socket_timeout=_ANSWER_S) as client:
             while not stop():
                 self._refuse_ended()
                 try:

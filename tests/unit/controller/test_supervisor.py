@@ -268,7 +268,7 @@ def test_a_killed_server_is_started_again_with_its_data(run: RunFolder, tmp_path
     def disturb(_: Supervisor) -> None:
         if server.child is None or found:
             return
-        client = redis.Redis(unix_socket_path=str(server.socket))
+        client = redis.Redis.from_url(server.administrator_url)
         try:
             if not killed:
                 client.config_set("appendfsync", "always")
