@@ -1,4 +1,4 @@
-"""`addresses.json`: where the run's server is, and the mark by which the server knows the run.
+"""`addresses.json`: where the run's server and controller are, and the mark by which the server knows the run.
 
 A server that the user runs may serve several run folders, and keep the records of a run whose folder was
 removed. The mark (`home`) makes sure that records under a run's id are this folder's.
@@ -7,6 +7,7 @@ removed. The mark (`home`) makes sure that records under a run's id are this fol
 from __future__ import annotations
 
 import json
+import socket
 import uuid
 from typing import Any
 
@@ -15,9 +16,12 @@ import redis
 from rlmq.buffer.keys import RUN_SUFFIXES, run_prefix
 from rlmq.common.errors import DecodeError, DependencyError, UsageError
 from rlmq.common.private_files import write_private
-from rlmq.common.recipe.schema import Recipe
+from rlmq.common.recipe.schema import ControlBlock, Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.runs import unusable
+
+
+_WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
 def server_url(recipe: Recipe, run: RunFolder) -> str:
@@ -29,10 +33,25 @@ def server_url(recipe: Recipe, run: RunFolder) -> str:
     return recipe.redis.url if recipe.redis.url is not None else str(_read(run)["redis"])
 
 
-def write_addresses(run: RunFolder, url: str) -> None:
+def control_of(recipe: Recipe, run: RunFolder) -> ControlBlock:
+    """How to reach the run's controller: by the name of its machine, where it listens on every address.
+
+    Raises:
+        DependencyError: the run has no addresses. DecodeError: `addresses.json` is damaged.
+    """
+    control = recipe.control
+    if control.place[0] not in _WILDCARDS:
+        return control
+    return control.model_copy(update={"address": _read(run).get("control", control.address)})
+
+
+def write_addresses(run: RunFolder, url: str, control: ControlBlock | None = None) -> None:
     """Write `addresses.json`; a run keeps the mark that it has."""
     home = str(_read(run).get("home", "")) if run.addresses.is_file() else ""
     addresses = {"redis": url, "home": home or uuid.uuid4().hex}
+    if control is not None and control.address is not None:
+        host, port = control.place
+        addresses["control"] = f"tcp://{socket.gethostname() if host in _WILDCARDS else host}:{port}"
     with unusable(run.path):
         write_private(run.addresses, json.dumps(addresses).encode() + b"\n")
 

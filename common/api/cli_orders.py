@@ -24,7 +24,7 @@ from rlmq.common.recipe.diff import changes, harmless
 from rlmq.common.recipe.load import load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
-from rlmq.controller.addresses import claim_home, server_url
+from rlmq.controller.addresses import claim_home, control_of, server_url
 from rlmq.controller.display import GrowingLines
 from rlmq.controller.records import read_snapshot
 from rlmq.controller.runs import find_run, read_summary
@@ -152,7 +152,7 @@ def _operator() -> str:
 def _ring(run: RunFolder) -> None:
     """Tell the controller to look; when this is lost, it looks a second later."""
     with contextlib.suppress(RlmqError):  # without the operator's key
-        ring_controller(run, load_recipe(run.recipe).recipe.control)
+        ring_controller(run, control_of(load_recipe(run.recipe).recipe, run))
 
 
 # -- what became of it ---------------------------------------------------------------------------------------------

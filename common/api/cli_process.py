@@ -12,7 +12,7 @@ from rlmq.common.recipe.load import LoadedRecipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.compose import apply_environment, check_place, controller_main, start_process, wait_for_file, worker_main
-from rlmq.controller.addresses import claim_home, server_url, write_addresses
+from rlmq.controller.addresses import claim_home, control_of, server_url, write_addresses
 from rlmq.controller.commands import process_environment
 from rlmq.controller.runs import name_lock, newest_run, open_run, run_stem
 from rlmq.controller.server import check_url
@@ -48,7 +48,10 @@ def _load(path: Path, overrides: Sequence[str], run_path: Path | None) -> Loaded
 def _end(main: object, loaded: LoadedRecipe, run: RunFolder, role: str, index: int) -> int:
     """Run the process's main function, then leave at once: libraries' threads may not end by themselves."""
     try:
-        process = start_process(loaded.recipe, loaded.folder, run, role, index, server_url(loaded.recipe, run))
+        recipe, url = loaded.recipe, server_url(loaded.recipe, run)
+        if main is worker_main:
+            recipe = recipe.model_copy(update={"control": control_of(recipe, run)})
+        process = start_process(recipe, loaded.folder, run, role, index, url)
         code = controller_main(process) if main is controller_main else worker_main(process, role, index)
     except (RlmqError, OSError) as error:
         code = tell(error, to_log=True)
@@ -70,7 +73,7 @@ def _open_by_hand(recipe: Recipe) -> RunFolder:
     with name_lock(recipe):  # only while choosing: the controller's lease guards the run
         run = open_run(recipe).run
     url = server_url(recipe, run)
-    write_addresses(run, url)
+    write_addresses(run, url, recipe.control)
     if recipe.redis.url is not None:
         check_url(url)
         claim_home(run, url)

@@ -52,7 +52,7 @@ def _run(loaded: LoadedRecipe, *, fresh: bool) -> int:
         return 0
     server = Server(opened.run, binary) if binary is not None else None
     url = server.url if server is not None else str(recipe.redis.url)
-    write_addresses(opened.run, url)
+    write_addresses(opened.run, url, recipe.control)
     if recipe.redis.url is not None:
         claim_home(opened.run, url)
     outcome = _supervise(loaded, opened.run, server, console)

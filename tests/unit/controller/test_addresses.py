@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from rlmq.common.errors import DecodeError, DependencyError, UsageError
-from rlmq.common.recipe.schema import Recipe
+from rlmq.common.recipe.schema import ControlBlock, Recipe
 from rlmq.common.run_folder import RunFolder
-from rlmq.controller.addresses import claim_home, server_url, write_addresses
+from rlmq.controller.addresses import claim_home, control_of, server_url, write_addresses
 
 
 def run_in(folder: Path) -> RunFolder:
@@ -51,6 +52,26 @@ def test_a_damaged_file_is_an_integrity_error(tmp_path: Path, text: str) -> None
 
     with pytest.raises(DecodeError, match=r"addresses\.json"):
         server_url(recipe(None), run)
+
+
+@pytest.mark.parametrize(
+    ("listens", "reached"),
+    [
+        ("tcp://0.0.0.0:5555", f"tcp://{socket.gethostname()}:5555"),
+        ("tcp://*:5555", f"tcp://{socket.gethostname()}:5555"),
+        ("tcp://10.0.0.3:5555", "tcp://10.0.0.3:5555"),
+        (None, None),
+    ],
+)
+def test_workers_elsewhere_find_the_controllers_machine(
+    tmp_path: Path, listens: str | None, reached: str | None
+) -> None:
+    run = run_in(tmp_path)
+    control = ControlBlock(address=listens, keys="k")
+
+    write_addresses(run, "unix:///x", control)
+
+    assert control_of(recipe(None).model_copy(update={"control": control}), run).address == reached
 
 
 def test_a_run_that_comes_back_finds_its_mark(tmp_path: Path, redis_url: str) -> None:
