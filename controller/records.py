@@ -12,7 +12,6 @@ import msgspec
 from rlmq.common.control import Death, Snapshot
 from rlmq.common.run_folder import RunFolder
 
-SUPERVISOR = "supervisor"
 _TAIL_BYTES = 1 << 20
 
 

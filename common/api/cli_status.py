@@ -14,7 +14,8 @@ from rlmq.cli_buffer import new_console, new_grid, plain, print_json
 from rlmq.cli_log import order_words
 from rlmq.common.control import Death, Member, Snapshot
 from rlmq.common.errors import ExitCode
-from rlmq.controller.wait_graph import age, explain
+from rlmq.controller.culprit import explain
+from rlmq.controller.wait_graph import age
 from rlmq.run_view import Look, look_at
 
 _WORKERS_SHOWN = 16

@@ -10,7 +10,9 @@ from rich.text import Text
 
 from rlmq.cli_buffer import new_console, new_grid, plain, print_json
 from rlmq.common.errors import ExitCode
-from rlmq.controller.wait_graph import Answer, Edge, Evidence, age, explain
+from rlmq.controller.culprit import Answer, explain
+from rlmq.controller.evidence import Evidence
+from rlmq.controller.wait_graph import Edge, age
 from rlmq.run_view import look_at
 
 _EDGES_SHOWN = 14

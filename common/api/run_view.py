@@ -21,10 +21,10 @@ from rlmq.common.errors import RlmqError
 from rlmq.common.recipe.load import load_recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.addresses import server_url
+from rlmq.controller.evidence import CONTROLLER, SERVER, SUPERVISOR, Evidence, StageRows
 from rlmq.controller.process_states import ProcessTable
-from rlmq.controller.records import SUPERVISOR, read_deaths, read_snapshot, supervisor_of
+from rlmq.controller.records import read_deaths, read_snapshot, supervisor_of
 from rlmq.controller.runs import find_run, read_summary
-from rlmq.controller.wait_graph import CONTROLLER, SERVER, Evidence, StageRows
 
 _PING_S = 1.0
 _OBEYED = "control"  # the controller's note of what operators wanted, up to which order

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlmq.controller.wait_graph import Answer, explain
+from rlmq.controller.culprit import Answer, explain
 from rlmq.run_view import look_at
 
 pytestmark = pytest.mark.timeout(280)

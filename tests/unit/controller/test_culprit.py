@@ -1,4 +1,4 @@
-"""The wait graph by table: what is known of a run, and whom it names."""
+"""The wait graph and its culprit by table: what is known of a run, and whom it names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 
 from rlmq.buffer.store import Lease, Waiting
 from rlmq.common.control import Death, Member, Snapshot, Wait
+from rlmq.controller.culprit import explain
+from rlmq.controller.evidence import Evidence, StageRows
 from rlmq.controller.process_states import ProcessState
-from rlmq.controller.wait_graph import Evidence, StageRows, age, explain
+from rlmq.controller.wait_graph import age
 
 NOW = 1000.0
 ROWS = "64 rows of stage actor in table train"
@@ -399,6 +401,49 @@ CASES = [
         "paused",
         "",
         ("run demo-1 is paused", "rlmq resume"),
+    ),
+    Case(
+        "rows that nobody claims in a pause are nobody's fault",
+        {
+            "snapshot": snapshot(member("reward-0", still_s=60.0), waits=(wait(ROWS),), phase="pause"),
+            "stages": stages(reward=64),
+            "processes": alive(),
+        },
+        "paused",
+        "",
+        ("is paused",),
+    ),
+    Case(
+        "work in hand that does not end holds up a pause",
+        {
+            "snapshot": snapshot(
+                member("actor-0", "training", still_s=9.0), waits=(wait("call x", "actor-0"),), phase="pause"
+            ),
+            "processes": alive(),
+        },
+        "still",
+        "actor-0",
+        ("actor-0 works on call x", "process 40 sleeps"),
+    ),
+    Case(
+        "the store cannot be asked from here",
+        {
+            "snapshot": snapshot(
+                member("rollout-0"), member("rollout-1", "generating", still_s=5.0), waits=(wait(ROWS, "rollout"),)
+            ),
+            "server": "no answer",
+            "processes": alive(redis_0=None),
+        },
+        "still",
+        "rollout-1",
+        ("rollout-1 is generating, no progress for 5.0 s",),
+    ),
+    Case(
+        "the controller is on another host and silent",
+        {"snapshot": snapshot(host="there", age_s=60.0), "processes": {}},
+        "stuck",
+        "controller-0",
+        ("written nothing for 60 s: process 12 of host there cannot be seen from here",),
     ),
     Case(
         "the run ended well",
