@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1
-_STATE, _SESSION, _USER, _SYSTEM, _START = 0, 3, 11, 12, 19  # fields of /proc/PID/stat after the name
+# Fields of /proc/PID/stat after the name.
+_STATE, _PARENT, _GROUP, _SESSION, _USER, _SYSTEM, _START = 0, 1, 2, 3, 11, 12, 19
 _PASSES = 50  # some are born while others are killed; one that the kernel holds is left to it
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -94,30 +95,40 @@ def reap(child: subprocess.Popen[bytes]) -> int | None:
     with contextlib.suppress(ChildProcessError):
         if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             return None
-        end_session(child.pid)
+        end_family(child.pid)
     return child.wait()
 
 
-def end_session(leader: int) -> None:
-    """SIGKILL the process group of this leader, and every process of its session, whatever group that made."""
-    signal_group(leader, signal.SIGKILL)
+def end_family(leader: int) -> None:
+    """SIGKILL a process, its group, its session, and all that it or they have started, as far as it is known."""
     for _ in range(_PASSES):
-        members = _session_members(leader)
-        for pid in members:
+        family = _family(leader)
+        signal_group(leader, signal.SIGKILL)
+        for pid in family:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        if not members:
+        if not family:
             return
         time.sleep(0.002)
 
 
-def _session_members(session: int) -> list[int]:
-    found = []
+def _family(leader: int) -> set[int]:
+    """Live processes that belong to `leader`; of one that has ended, only its group and session are known."""
+    children: dict[int, list[int]] = {}
+    found: set[int] = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            stat = _stat(path.parent.name)
-            if int(stat[_SESSION]) == session and stat[_STATE] not in "ZX":
-                found.append(int(path.parent.name))
+            pid, stat = int(path.parent.name), _stat(path.parent.name)
+            if stat[_STATE] not in "ZX":
+                children.setdefault(int(stat[_PARENT]), []).append(pid)
+                if leader in (pid, int(stat[_GROUP]), int(stat[_SESSION])):
+                    found.add(pid)
+    open_ends = [leader, *found]
+    while open_ends:
+        for pid in children.get(open_ends.pop(), ()):
+            if pid not in found:
+                found.add(pid)
+                open_ends.append(pid)
     return found
 
 

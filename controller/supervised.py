@@ -7,7 +7,7 @@ import subprocess
 import time
 
 from rlmq.common.control import Death
-from rlmq.common.processes import end_session, last_lines, reap, spawn
+from rlmq.common.processes import end_family, last_lines, reap, spawn
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.commands import ProcessSpec
 from rlmq.controller.guard import Guard
@@ -71,7 +71,7 @@ class Supervised:
         """SIGKILL it and its children; `ended` tells of it."""
         if self.child is not None:
             self._killed = why
-            end_session(self.child.pid)
+            end_family(self.child.pid)
 
     def ended(self, *, wait: bool = False) -> Death | None:
         """How it ended, once; None while it runs (or, with `wait`, never)."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,14 +18,13 @@ import msgspec
 
 from rlmq.common.errors import DeadlineExceeded, DecodeError, UsageError
 from rlmq.common.metrics import REWARD_CALL_FAILURES, REWARD_CALL_SECONDS
-from rlmq.common.processes import describe_exit, reap, signal_group
+from rlmq.common.processes import describe_exit, end_family, reap
 from rlmq.common.recipe.schema import RewardBlock
 from rlmq.producers.reward_messages import Connection, Hello, ScoreReply, ScoreRequest, encode_rows
 from rlmq.producers.reward_runner import RewardRow, RewardRunner, Verdicts
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
-START_TIMEOUT_S = 120.0  # importing the user's file may import torch, on a busy machine
 GREATEST_TIMEOUTS = 3  # of one per-row function in one `score`, so that a claim's time is bounded
 
 
@@ -41,6 +40,7 @@ class ProcessRewardRunner(RewardRunner):
         name: name of its column.
         recipe_folder: where a relative file is looked up.
         while_waiting: called about once a second during a call, to extend leases.
+        start_s: how long importing the user's file may take; it may load a model.
 
     Raises:
         UsageError: no such file or function, an import that fails, or parameters of neither signature.
@@ -53,8 +53,10 @@ class ProcessRewardRunner(RewardRunner):
         recipe_folder: Path,
         *,
         while_waiting: Callable[[], None] | None = None,
+        start_s: float = 180.0,
     ) -> None:
         self._block = block
+        self._start_s = start_s
         self._name = name
         self._folder = recipe_folder
         self._while_waiting = while_waiting
@@ -81,7 +83,8 @@ class ProcessRewardRunner(RewardRunner):
         if not rows:
             return Verdicts([])
         if not self._per_row:
-            return self._call(rows)[0]
+            verdicts, timed_out = self._call(rows)
+            return replace(verdicts, timed_out=timed_out)
         values: list[float | None] = []
         notes: list[str] = []
         timeouts = 0
@@ -97,7 +100,7 @@ class ProcessRewardRunner(RewardRunner):
             values += verdict.values
             notes += [verdict.failure] if verdict.failure else list(verdict.notes)
         failure = notes[0] if notes and all(value is None for value in values) else ""
-        return Verdicts(values, failure, tuple(notes))
+        return Verdicts(values, failure, tuple(notes), timed_out=timeouts > 0)
 
     def close(self) -> None:
         """End its process."""
@@ -157,7 +160,7 @@ class ProcessRewardRunner(RewardRunner):
                 env={"PYTHONHASHSEED": "0", **os.environ},
             )
         self._connection = Connection(ours)
-        hello = self._receive(self._connection, time.monotonic() + START_TIMEOUT_S, Hello)
+        hello = self._receive(self._connection, time.monotonic() + self._start_s, Hello)
         if hello.error:
             self._end()
             raise UsageError(hello.error)
@@ -215,6 +218,6 @@ class ProcessRewardRunner(RewardRunner):
             self._connection = None
         if self._child is not None:
             if self._child.returncode is None:
-                signal_group(self._child.pid, signal.SIGKILL)
+                end_family(self._child.pid)
                 self._child.wait()
             self._child = None

@@ -20,7 +20,7 @@ import pyarrow as pa
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import arrow_schema, reward_columns
-from rlmq.common.errors import Fenced, Terminated
+from rlmq.common.errors import DeadlineExceeded, Fenced, Terminated
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WITHOUT_VERDICT, ROWS_WRITTEN
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.user_code import source_hash
@@ -99,7 +99,13 @@ class RewardRole(Role):
         try:
             for block, name in zip(recipe.reward, recipe.reward_names, strict=True):
                 self._runners.append(
-                    ProcessRewardRunner(block, name, context.recipe_folder, while_waiting=self._extend)
+                    ProcessRewardRunner(
+                        block,
+                        name,
+                        context.recipe_folder,
+                        while_waiting=self._extend,
+                        start_s=recipe.deadlines.start_s,
+                    )
                 )
         except BaseException:
             self.close()
@@ -152,6 +158,13 @@ class RewardRole(Role):
             self._scoring = f"reward function {name}, at most {block.timeout_s:g} s a call"
             self._context.waits(self._scoring)
             verdicts = runner.score(rows)
+            if verdicts.timed_out and recipe.deterministic:
+                raise DeadlineExceeded(
+                    f"reward function {name}",
+                    got=f"no answer within {block.timeout_s:g} s",
+                    expected="a verdict for every row: in deterministic mode the clock decides none",
+                    remedy="Raise its timeout_s and start anew; after a passing load the same command goes on",
+                )
             for reason in [verdicts.failure] if verdicts.failure else verdicts.notes:
                 self._tell(reason)
             parts.append(verdicts.values)

@@ -448,12 +448,15 @@ def test_a_hanging_function_is_ended_and_the_next_call_works(start: Start, tmp_p
     assert after.values == [5.0]
 
 
-def test_a_function_that_ignores_signals_is_ended_with_its_children(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", ["", ", process_group=0", ", start_new_session=True"])
+def test_a_function_that_ignores_signals_is_ended_with_its_children(
+    start: Start, tmp_path: Path, apart: str
+) -> None:
     runner = start(
         "import signal, subprocess, pathlib, time\n"
         "def f(completions, **_):\n"
         "    for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(s, signal.SIG_IGN)\n"
-        "    child = subprocess.Popen(['sleep', '600'])\n"
+        f"    child = subprocess.Popen(['sleep', '600']{apart})\n"
         f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
         "    while True: pass\n",
         timeout_s=2.0,
