@@ -20,7 +20,6 @@ from rlmq.common.recipe.schema import ControlBlock, Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.runs import unusable
 
-
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
