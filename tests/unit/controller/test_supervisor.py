@@ -18,10 +18,14 @@ import psutil
 import pytest
 
 from rlmq.common.control import Death, Member, Snapshot
+from rlmq.common.errors import DependencyError
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.commands import ProcessSpec
+from rlmq.controller.guard import Guard
+from rlmq.controller.history import History
 from rlmq.controller.records import read_deaths
 from rlmq.controller.server import Server, find_binary
+from rlmq.controller.supervised import Supervised
 from rlmq.controller.supervisor import Outcome, Patience, Supervisor
 
 SLEEPS = "import time\ntime.sleep(60)"
@@ -549,3 +553,53 @@ def test_sigterm_ends_with_0_when_the_controller_did_all_in_time(run: RunFolder,
 def test_the_limits_of_the_end_follow_from_the_time_to_drain() -> None:
     patience = Patience.within(20.0)
     assert 20.0 < patience.controller_s < patience.workers_s < patience.everything_s < 25.0
+
+
+def test_a_program_that_cannot_be_started_ends_what_was_started_before(run: RunFolder) -> None:
+    # given a set-up that fails at its last process
+    missing = ProcessSpec("actor", 0, ("/does/not/exist",), {})
+    server = Server(run, find_binary())
+    supervisor = Supervisor(run, [program("controller", SLEEPS), missing], server=server, patience=PATIENCE)
+
+    with pytest.raises(FileNotFoundError, match="/does/not/exist"):
+        supervisor.run()
+
+    # then the error is told and nothing is left
+    [controller] = deaths(run, "controller-0", "killed")
+    assert gone(controller.pid)
+    assert server.child is None
+    assert not run.sockets.exists()
+
+
+def test_a_server_that_cannot_be_started_ends_the_run_before_anything_else(run: RunFolder) -> None:
+    server = Server(run, Path("/bin/false"))
+    supervisor = Supervisor(run, [program("controller", SLEEPS)], server=server, patience=PATIENCE)
+
+    with pytest.raises(DependencyError, match="exit 1"):
+        supervisor.run()
+
+    assert not deaths(run, "controller-0", "started")
+    assert not run.sockets.exists()
+
+
+def test_a_budget_is_whole_again_after_a_good_life(run: RunFolder) -> None:
+    # given a worker that has used up its restarts but one
+    history = History(run)
+    guard = Guard(run.sockets)
+    process = Supervised(program("actor", "pass"), run, history, guard)
+    run.logs.mkdir()
+    process.budget.spent.extend([time.monotonic()] * 4)
+    # when it ends soon after its start, or in the same step, then that counts
+    assert process.spend() is not None
+    assert len(process.budget.spent) == 5
+    assert process.spend() is None
+    # when it has lived for long, while the run went on with the next step, then all is forgotten
+    process.start()
+    process._started_s -= 60.0
+    supervisor = Supervisor(run, [program("controller", "pass")], patience=PATIENCE)
+    show(run, supervisor)
+    history.look()
+    assert process.spend() == 0.0
+    assert len(process.budget.spent) == 1
+    process.ended(wait=True)
+    guard.close()
