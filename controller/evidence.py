@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +27,7 @@ class StageRows:
     leases: tuple[Lease, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """All that is known of a run at the moment `now_unix_s`.
 
@@ -57,8 +58,11 @@ class Evidence:
 
     def member(self, name: str) -> Member | None:
         """The worker of this name, as the controller knows it."""
-        members = self.snapshot.members if self.snapshot is not None else ()
-        return next((one for one in members if one.name == name), None)
+        return self._members.get(name)
+
+    @functools.cached_property
+    def _members(self) -> Mapping[str, Member]:
+        return {one.name: one for one in self.snapshot.members} if self.snapshot is not None else {}
 
     def last_death(self, name: str) -> Death | None:
         """The newest line of the supervisor's log about this process."""
