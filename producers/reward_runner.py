@@ -21,12 +21,14 @@ class RewardRow:
 class Verdicts:
     """One value per row, None where there is no verdict.
 
-    `failure` says why a whole call gave none, `notes` what was wrong with single rows (NaN, a row that raised).
+    `failure` says why a whole call gave none, `notes` what was wrong with single rows (NaN, a row that raised);
+    `timed_out`: some have none because the time was over.
     """
 
     values: list[float | None]
     failure: str = ""
     notes: tuple[str, ...] = ()
+    timed_out: bool = False
 
 
 class RewardRunner(Protocol):

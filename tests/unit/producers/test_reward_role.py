@@ -23,7 +23,7 @@ from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.store import Claim, RowRange, Stage, Table
 from rlmq.common.calls import Desired
 from rlmq.common.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, arrow_schema, sample_columns
-from rlmq.common.errors import UsageError
+from rlmq.common.errors import DeadlineExceeded, UsageError
 from rlmq.common.logs import configure
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.recipe.schema import Recipe
@@ -58,6 +58,7 @@ class Bench:
         (folder / "rewards.py").write_text(SOURCE)
         self.lease_s = 60.0
         self.min_batch = 1
+        self.deterministic = False
         self.puts = 0
         self.roles: list[RewardRole] = []
         self.stores: list[RedisStore] = []
@@ -73,6 +74,7 @@ class Bench:
                 "rollout": {"batch_size_per_device": 8, **rollout},
                 "train": {"steps": 3},
                 "stages": {"reward": {"min_batch": self.min_batch}},
+                "deterministic": self.deterministic,
             }
         )
         self.recipe = recipe
@@ -441,3 +443,12 @@ def test_a_reward_process_needs_neither_torch_nor_much_memory() -> None:
     heavy, _, mib = done.stdout.strip().rpartition(" ")
     assert heavy == "[]"
     assert int(mib) < 200
+
+
+def test_in_deterministic_mode_the_clock_gives_no_verdict(bench: Bench) -> None:
+    bench.deterministic = True
+    role = bench.open({"function": "rewards.py:hanging", "timeout_s": 0.5})
+    bench.put("a", "b")
+    with pytest.raises(DeadlineExceeded, match="the clock decides none"):
+        role.work()
+    assert bench.store.counts("train").ended == {}
