@@ -23,6 +23,7 @@ import structlog
 from rlmq.common.errors import RlmqError
 
 _TICK_S = 1.0
+_JOIN_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -115,8 +116,10 @@ class LinkWatch:
         self._heard.set()
 
     def close(self) -> None:
-        """End the thread, or leave it to end when the server answers."""
+        """End the thread, or leave it to end when the server answers; `broken` is not called any more."""
         self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
 
     def _watch(self) -> None:
         looked_at = time.monotonic()
@@ -139,7 +142,7 @@ class LinkWatch:
             return
         if not live or epoch != self._epoch:
             self._epoch, self._quiet_s = epoch, 0.0
-        elif self._quiet_s >= self._window_s and not self._heard.is_set():
+        elif self._quiet_s >= self._window_s and not self._heard.is_set() and not self._closing.is_set():
             self._quiet_s = 0.0
             self._broken(epoch)
 

@@ -145,6 +145,7 @@ class Supervisor:
 
     def _start_all(self) -> None:
         self._run.logs.mkdir(parents=True, exist_ok=True)
+        self._history.look()
         if self._server is not None:
             self._start_server(self._server)
             self._server.wait_ready(self._server_deadline_s, stop=lambda: bool(self._signals))
@@ -207,8 +208,9 @@ class Supervisor:
         verdict = judge(code, controller=True)
         if verdict == "restart":
             return self._restart(process, death)
-        told = verdict == "fatal" and code < _SIGNAL_CODES
-        return self._end(Outcome(code, _failure(process, death) if told else ""))
+        if verdict == "fatal" and code < _SIGNAL_CODES:
+            return self._end(Outcome(code, failure(death, process.log, process.log_from_byte)))
+        return self._end(Outcome(code))
 
     def _as_asked(self, process: Supervised, death: Death, number: int) -> Outcome:
         """The end after a signal: 130 for Ctrl-C; after SIGTERM 0 when all was done in time, else 143."""
@@ -217,7 +219,7 @@ class Supervisor:
             return Outcome(asked)
         if code == 0:
             return Outcome(asked if number == signal.SIGINT else 0)
-        return Outcome(code, _failure(process, death))
+        return Outcome(code, failure(death, process.log, process.log_from_byte))
 
     def _worker_ended(self, process: Supervised, death: Death) -> Outcome | None:
         if self._stop_signal is not None or self._failed is not None:
@@ -230,7 +232,7 @@ class Supervisor:
                 return self._restart(process, death)
             case _:
                 # The controller heard of it too: a moment for it to write the run's summary and end.
-                self._failed = Outcome(_code(death), _failure(process, death))
+                self._failed = Outcome(_code(death), failure(death, process.log, process.log_from_byte))
                 self._stop_at_s = time.monotonic()
                 return None
 
@@ -396,7 +398,3 @@ def _on_child(_number: int, _frame: FrameType | None) -> None:
 
 def _code(death: Death) -> int:
     return death.exit_code or 0
-
-
-def _failure(process: Supervised, death: Death) -> str:
-    return failure(death, process.log, process.log_from_byte)
