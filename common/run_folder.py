@@ -60,6 +60,11 @@ class RunFolder:
         return self.path / "metrics"
 
     @property
+    def environment(self) -> Path:
+        """`environment/<role>.json`: versions and threads that a role computes with, in deterministic mode."""
+        return self.path / "environment"
+
+    @property
     def samples(self) -> Path:
         """Parquet files of ended samples: `samples/<table>-<step>.parquet`."""
         return self.path / "samples"

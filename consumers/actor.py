@@ -18,6 +18,7 @@ from rlmq.buffer.store import Claim, ExperienceStore, Interest
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
+from rlmq.common.determinism import require_same_environment
 from rlmq.common.engines.micro_batches import build_micro_batch
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import MicroBatch, StepStats
@@ -46,6 +47,7 @@ class ActorRole:
     """
 
     def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
+        require_same_environment(context)
         self._context = context
         self._store = store
         recipe = context.recipe
@@ -365,8 +367,14 @@ class ActorRole:
         self._context.activity("syncing")
         meeting = msgspec.convert(args["meeting"], Rendezvous)
         manifest = msgspec.convert(args["manifest"], WeightManifest)
+
+        def gone(member: str) -> bool:
+            """Whether the controller has given up the member's call to receive."""
+            results = self._context.calls.results(args.get("receive", ""))
+            return any(one.released and member == f"rollout-{one.rank}" for one in results)
+
         try:
-            stats = self._transport.send(meeting, manifest, self._engine.shards())
+            stats = self._transport.send(meeting, manifest, self._engine.shards(), gone)
         except RlmqError as error:  # a receiver's end, or an offer of an earlier incarnation, is not the trainer's
             return {"failed": str(error)}
         WEIGHT_SYNC_BYTES.labels(direction="sent").inc(stats.bytes)

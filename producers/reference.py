@@ -10,6 +10,7 @@ import torch
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.columns import REFERENCE_COLUMNS, arrow_schema
+from rlmq.common.determinism import require_same_environment
 from rlmq.common.engines.micro_batches import build_micro_batch, plan_micro_batches
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.errors import Fenced, Terminated
@@ -29,6 +30,7 @@ class ReferenceRole(Role):
     """
 
     def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
+        require_same_environment(context)
         self._context = context
         self._store = store
         recipe = context.recipe

@@ -13,6 +13,7 @@ import torch
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import ROLLOUT_COLUMNS, arrow_schema
+from rlmq.common.determinism import require_same_environment
 from rlmq.common.engines.generation import Generated, GenerationEngine, Request, Sampling
 from rlmq.common.engines.hf import HfEngine
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError
@@ -37,6 +38,7 @@ class RolloutRole:
     """Generates with one policy version at a time; without weights of the wanted version it claims nothing."""
 
     def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
+        require_same_environment(context)
         self._context = context
         self._store = store
         recipe = context.recipe
