@@ -287,12 +287,14 @@ class ControllerBus(_Bus):
 
     def _take_report(self) -> None:
         frame = self._router.recv_multipart(zmq.NOBLOCK, copy=False, track=False)[-1]
-        report = decode_report(frame.bytes)
-        if self._door is not None:
-            speaker = str(frame.get("User-Id"))
-            if not may_say(speaker, report):
-                self.refusals.add("role", address=str(frame.get("Peer-Address")), key_of=speaker)
-                return
+        try:
+            report = decode_report(frame.bytes)
+        except DecodeError:
+            self.refusals.add("undecodable", address=_told(frame, "Peer-Address"), key_of=_told(frame, "User-Id"))
+            return
+        if self._door is not None and not may_say(speaker := _told(frame, "User-Id"), report):
+            self.refusals.add("role", address=_told(frame, "Peer-Address"), key_of=speaker)
+            return
         self._reports.put(report)
         if not self.quiet(report):
             self.wake.set()
@@ -397,6 +399,14 @@ def connect(socket: zmq.Socket[bytes], endpoints: Endpoints, address: str, name:
     if endpoints.keys is not None:
         endpoints.keys.knock(socket, name)
     socket.connect(address)
+
+
+def _told(frame: zmq.Frame, name: str) -> str:
+    """What ZeroMQ itself tells of a message's sender; nothing where it knows nothing."""
+    try:
+        return str(frame.get(name))
+    except zmq.ZMQError:
+        return ""
 
 
 def may_say(speaker: str, report: Report) -> bool:

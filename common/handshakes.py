@@ -28,24 +28,25 @@ _CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
 
 
 class Refusals:
-    """Counts what was refused, and logs it: the first time, then at most once in ten seconds."""
+    """Counts what was refused, and logs it: for each reason the first time, then at most once in ten seconds."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        self._logged_at = float("-inf")
+        self._logged_at: dict[str, float] = {}
 
     def add(self, reason: str, **peer: str) -> None:
         """One more. `reason` is a label of the metric, `peer` says what is known of the peer."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         CONTROL_REFUSED.labels(reason=reason).inc()
-        if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
-            self._logged_at = time.monotonic()
+        now = time.monotonic()
+        if now - self._logged_at.get(reason, float("-inf")) >= _LOG_EVERY_S:
+            self._logged_at[reason] = now
             log = structlog.get_logger()
             log.warning("refused", reason=reason, **{k: v for k, v in peer.items() if v}, so_far=dict(self.counts))
 
 
 class Arrivals:
-    """The controller's side: peers that failed to shake hands are counted and named.
+    """The controller's side: peers that failed to shake hands are counted, and named as long as they are there.
 
     The events of a failure and of the end of its connection follow each other. A peer that sent no handshake at all
     is told by its connection's end without any handshake since it came.
