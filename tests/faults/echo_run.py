@@ -44,9 +44,8 @@ class EchoRun(LiveRun):
         """Another process of this run, started by hand."""
         argv = [*PROGRAM, *words, str(RECIPE), "--run", str(self.run)]
         environment = {**os.environ, **self._environment}
-        return subprocess.Popen(
-            argv, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        with (self.run / "logs" / "by-hand.log").open("ab") as output:
+            return subprocess.Popen(argv, cwd=self.folder, env=environment, stdout=output, stderr=output)
 
     # -- what is seen -----------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ def test_a_second_controller_is_refused_and_the_run_goes_on(echo):
         run.check()
     finally:
         second.kill()
-        second.communicate()
+        second.wait()
     assert run.epochs == 1
 
 
@@ -49,7 +49,7 @@ def test_a_controller_that_was_stopped_and_replaced_is_fenced(echo):
         assert "Another controller has taken over" in run.output
     finally:
         second.kill()
-        second.communicate()
+        second.wait()
     run.steps = run.trained + 4
     run.overrides = [f"train.steps={run.steps}"]
     run.start()
