@@ -74,7 +74,7 @@ class SignalWatch:
             numbers = os.read(self._read_fd, 64)
             if not numbers:
                 return
-            for number in numbers:
+            for number in filter(_SIGNALS.__contains__, numbers):  # a library may handle others
                 self._took(number)
 
     def _took(self, number: int) -> None:

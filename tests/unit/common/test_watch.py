@@ -17,11 +17,12 @@ from rlmq.common.watch import LinkWatch
 pytestmark = pytest.mark.timeout(60)
 
 COMPUTES = """
-import hashlib, sys, time
+import hashlib, signal, sys
 from rlmq.common.logs import configure
 from rlmq.common.watch import SignalWatch
 watch = SignalWatch(halt=lambda: print("halt", flush=True), drain_s=float(sys.argv[1]), log=configure("reward", 0))
 watch.start()
+signal.signal(signal.SIGUSR1, lambda *_: None)
 print("computes", flush=True)
 hashlib.pbkdf2_hmac("sha256", b"p", b"s", 200_000_000)  # minutes in one call, without the interpreter's lock
 """
@@ -43,6 +44,18 @@ def test_a_process_that_computes_ends_in_time(number: int, code: int) -> None:
     out, _ = process.communicate(timeout=20)
     assert process.returncode == code
     assert "halt" in out
+
+
+def test_a_signal_that_a_library_handles_is_no_order_to_end() -> None:
+    # given a process in which somebody handles SIGUSR1
+    process = computes(drain_s=0.1)
+    process.send_signal(signal.SIGUSR1)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.communicate(timeout=1.5)
+    # then it works on, and ends when it is told to
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 143
 
 
 def test_a_second_signal_ends_it_at_once() -> None:
