@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import socket
 import threading
 import time
@@ -36,6 +37,7 @@ Sink = Callable[[str, torch.Tensor], None]
 _HOST = "127.0.0.1"
 _SENDER, _RECEIVER = 0, 1
 _HEADER = "header"
+_ASK, _OVER = timedelta(seconds=1), timedelta(milliseconds=1)
 _VERDICT_TAG = 1 << 30
 # A verdict is the number of a damaged bucket, or:
 _ALL_WHOLE, _NO_VERDICT = -1, -2
@@ -72,11 +74,16 @@ class GlooTransport:
         return Rendezvous(_HOST, port, generation, members, self._timeout_s)
 
     def send(
-        self, meeting: Rendezvous, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]
+        self,
+        meeting: Rendezvous,
+        manifest: WeightManifest,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        gone: Callable[[str], bool] = lambda _: False,
     ) -> TransferStats:
         """Send every tensor to every member, each in a lane of its own; returns when all have confirmed.
 
-        Tensors that are the same memory (tied weights) travel once.
+        Tensors that are the same memory (tied weights) travel once. Members that have not come yet and are `gone`
+        (asked once a second, on the lane's thread) are not waited for.
 
         Raises:
             DeadlineExceeded: a member did not come or stopped; names it, the bucket and the generation.
@@ -94,10 +101,7 @@ class GlooTransport:
         header = _Header(_digest(manifest), self._bucket_bytes, aliases)
         store.set(_HEADER, msgspec.json.encode(header).decode())
         stream = [tensor for name, tensor in own if name not in aliases]
-        lanes = [
-            _Lane(meeting, member, stream, self._bucket_bytes, started + meeting.timeout_s)
-            for member in meeting.members
-        ]
+        lanes = [_Lane(meeting, member, stream, self._bucket_bytes, gone) for member in meeting.members]
         threads = [threading.Thread(target=lane.run, name=f"weights-{lane.member}") for lane in lanes]
         for thread in threads:
             thread.start()
@@ -117,7 +121,8 @@ class GlooTransport:
             DeadlineExceeded: the sender stopped; names the bucket and the generation.
         """
         started = time.monotonic()
-        clock = _Clock(started + meeting.timeout_s, f"weight transfer {meeting.generation} to {member}")
+        clock = _Clock(meeting.timeout_s, f"weight transfer {meeting.generation} to {member}")
+        _check_open(meeting, clock.subject)
         with clock.names("the sender at the meeting place"):
             store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=clock.left())
             header = msgspec.json.decode(bytes(store.get(_HEADER)), type=_Header)
@@ -129,7 +134,9 @@ class GlooTransport:
                 remedy="Check that trainer and generation engine load the same model and train.dtype",
             )
         with clock.names("the sender to join"):
-            group = _group(store, member, _RECEIVER, clock.left())
+            lane = secrets.token_hex(4)  # a process that died on the way may have left addresses of its own
+            store.set(_here(member), lane)
+            group = _group(store, lane, _RECEIVER, clock.left())
         moved = _Intake(group, clock, manifest, header, sink).run()
         return TransferStats(moved, time.monotonic() - started)
 
@@ -172,13 +179,30 @@ def _digest(manifest: WeightManifest) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(manifest)).hexdigest()
 
 
-def _group(store: dist.Store, member: str, rank: int, timeout: timedelta) -> dist.ProcessGroup:
+def _here(member: str) -> str:
+    """Key under which a member that has come leaves the name of its lane."""
+    return f"here/{member}"
+
+
+def _check_open(meeting: Rendezvous, subject: str) -> None:
+    """The meeting place was there before anybody was called to it: when it refuses, the sender has left.
+
+    Raises:
+        DeadlineExceeded: it refuses.
+    """
+    try:
+        socket.create_connection((meeting.host, meeting.port), timeout=meeting.timeout_s).close()
+    except OSError as error:
+        raise DeadlineExceeded(subject, got=f"no meeting place ({error})", expected="the sender there") from error
+
+
+def _group(store: dist.Store, lane: str, rank: int, timeout: timedelta) -> dist.ProcessGroup:
     """The two-member group of one receiver; raw, so that no default group and no environment is involved."""
     gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks most of its members
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=_HOST)]
     options._timeout = timeout
-    group: dist.ProcessGroup = gloo(dist.PrefixStore(member, store), rank, 2, options)
+    group: dist.ProcessGroup = gloo(dist.PrefixStore(lane, store), rank, 2, options)
     return group
 
 
@@ -193,17 +217,22 @@ def _raise_failures(meeting: Rendezvous, lanes: Sequence[_Lane]) -> None:
     raise (IntegrityError if damaged else DeadlineExceeded)(
         f"weight transfer {meeting.generation}",
         got="; ".join(str(failure).rstrip(".") for failure in failures.values()),
-        expected=f"{len(lanes)} members to take all buckets within {meeting.timeout_s:g} s",
+        expected=f"{len(lanes)} members to take all buckets, each within {meeting.timeout_s:g} s",
         remedy=f"Look at the log of {', '.join(failures)}",
     )
 
 
 class _Clock:
-    """The absolute deadline of one lane; turns what torch raises into who was waited for."""
+    """How long one lane may go without progress; turns what torch raises into who was waited for."""
 
-    def __init__(self, deadline: float, subject: str) -> None:
-        self._deadline = deadline
+    def __init__(self, limit_s: float, subject: str) -> None:
+        self._limit_s = limit_s
         self.subject = subject
+        self.moved()
+
+    def moved(self) -> None:
+        """A bucket went over: a slow transfer is no broken one."""
+        self._deadline = time.monotonic() + self._limit_s
 
     def left(self) -> timedelta:
         """Time to the deadline, at least 1 ms: torch takes zero for its own default of minutes."""
@@ -241,13 +270,13 @@ class _Lane:
     member: str
     stream: Sequence[torch.Tensor]
     bucket_bytes: int
-    deadline: float
+    gone: Callable[[str], bool]
     failure: Exception | None = field(default=None)
 
     def run(self) -> None:
         """Send everything and wait for the confirmation; an error stays in `failure`."""
         verdict = torch.full((1,), _NO_VERDICT, dtype=torch.int64)
-        clock = _Clock(self.deadline, f"member {self.member}")
+        clock = _Clock(self.meeting.timeout_s, f"member {self.member}")
         try:
             self._send(clock, verdict)
         except Exception as error:  # noqa: BLE001  (the thread's edge: `send` raises it)
@@ -259,7 +288,7 @@ class _Lane:
         with clock.names("to join the group"):
             # One client connection per lane: a wait on a shared one would block the other lanes.
             store = dist.TCPStore(self.meeting.host, self.meeting.port, is_master=False, timeout=clock.left())
-            group = _group(store, self.member, _SENDER, clock.left())
+            group = _group(store, self._arrival(store, clock), _SENDER, clock.left())
             # Awaited from the start: a receiver that finds damage does not take the buckets after it.
             answered = group.recv([verdict], _RECEIVER, _VERDICT_TAG)
         slots = [Bucket(self.bucket_bytes) for _ in range(2)]
@@ -278,11 +307,24 @@ class _Lane:
             _finish(work, clock, "to take the last buckets")
         _finish(answered, clock, "to confirm the last bucket")
 
+    def _arrival(self, store: dist.TCPStore, clock: _Clock) -> str:
+        """Name of the lane that the member has opened."""
+        while True:
+            try:
+                store.wait([_here(self.member)], min(clock.left(), _ASK))
+                return store.get(_here(self.member)).decode()
+            except dist.DistStoreError:
+                if self.gone(self.member):
+                    raise DeadlineExceeded(clock.subject, got="left", expected="it at the meeting place") from None
+                if clock.left() <= _OVER:
+                    raise
+
 
 def _finish(work: Work | None, clock: _Clock, what: str) -> None:
     if work is not None:
         with clock.names(what):
             work.wait(clock.left())
+        clock.moved()
 
 
 class _Intake:

@@ -61,9 +61,13 @@ class WeightTransport(Protocol):
         """Open the meeting place for a generation (sender's side), on a free port."""
 
     def send(
-        self, meeting: Rendezvous, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]
+        self,
+        meeting: Rendezvous,
+        manifest: WeightManifest,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        gone: Callable[[str], bool] = lambda _: False,
     ) -> TransferStats:
-        """Send every tensor to every member; checksummed per bucket.
+        """Send every tensor to every member; checksummed per bucket. One that is `gone` is not waited for.
 
         Raises:
             DeadlineExceeded: a member did not come or stopped; names it, the bucket and the generation.

@@ -124,12 +124,11 @@ class Dispatch:
         *,
         deadline_s: float,
     ) -> str:
-        """Queue a call, when the run is not paused; one that finished before is not run again. Returns its id.
+        """Queue a call; one that finished before is not run again. Returns its id.
 
         Raises:
             ControlLoopDiverged: the id is known with other content.
         """
-        self.hold()
         everyone = ranks is None and role in ELASTIC
         self._asked[call_id] = Call(
             id=call_id, role=role, method=method, ranks=(), args=dict(args), epoch=self.epoch, everyone=everyone
@@ -169,7 +168,8 @@ class Dispatch:
         *,
         deadline_s: float,
     ) -> list[CallResult]:
-        """Submit and wait."""
+        """Submit, when the run is not paused, and wait."""
+        self.hold()
         return self.wait(self.submit(call_id, role, method, args, ranks, deadline_s=deadline_s))[0]
 
     def finished(self, call_id: str) -> bool:

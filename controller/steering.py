@@ -336,20 +336,21 @@ class RunSteering:
         generation = f"{self._dispatch.epoch}.{self._syncs}"
         members, ranks = [one.name for one in behind], [one.rank for one in behind]
         sync_s = self._recipe.deadlines.sync_s
+        self._dispatch.hold()  # not between its calls: both ends would wait for each other
+
+        def call_id(role: str, method: str) -> str:
+            return f"{version}/sync-{generation}/{role}.{method}"
 
         def submit(role: str, method: str, args: Mapping[str, Any], to: Sequence[int], deadline_s: float) -> str:
-            call_id = f"{version}/sync-{generation}/{role}.{method}"
-            return self._dispatch.submit(call_id, role, method, args, to, deadline_s=deadline_s)
+            return self._dispatch.submit(call_id(role, method), role, method, args, to, deadline_s=deadline_s)
 
         asked = {"generation": generation, "members": members, "version": version}
-        ranks_of_actor = list(
-            range(self._recipe.placement.actor.workers)
-        )  # all of them: they may have steps to redo
-        [[offer, *_]] = self._dispatch.wait(submit("actor", "offer", asked, ranks_of_actor, self._step_s))
+        mesh = list(range(self._recipe.placement.actor.workers))  # all of them: they may have steps to redo
+        [[offer, *_]] = self._dispatch.wait(submit("actor", "offer", asked, mesh, self._step_s))
         if (offered := offer.value.get("version", version)) > version:  # the records are older than its checkpoint
             self.policy_version = version = offered
             self._dispatch.want("rollout", version)
-        args = {**offer.value, "version": version}
+        args = {**offer.value, "version": version, "receive": call_id("rollout", "receive_weights")}
         # Both ends give up after sync_s by themselves, and say why.
         send = submit("actor", "send_weights", args, [0], 2 * sync_s)
         receive = submit("rollout", "receive_weights", args, ranks, 2 * sync_s)

@@ -160,6 +160,24 @@ def test_a_member_that_fails_is_named_within_the_timeout_and_hurts_nobody_else(
     assert_received(tmp_path, "rollout-1")
 
 
+def test_a_member_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    tensors = weights()
+    transport = GlooTransport(timeout_s=100.0, bucket_bytes=BUCKET_BYTES)
+    meeting = transport.offer("step-3", ("rollout-0", "rollout-1"))
+
+    with receivers(meeting, manifest_of(tensors), tmp_path, {"rollout-1": "whole"}) as processes:
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="member rollout-0: got left"):
+            transport.send(meeting, manifest_of(tensors), tensors, lambda member: member == "rollout-0")
+        assert time.monotonic() - started < 90.0
+        assert processes["rollout-1"].wait(timeout=20) == 0
+
+    # and who comes too late is told at once
+    assert_received(tmp_path, "rollout-1")
+    with pytest.raises(DeadlineExceeded, match="no meeting place"):
+        GlooTransport().receive(meeting, "rollout-0", manifest_of(tensors), lambda name, tensor: None)
+
+
 def test_a_flipped_bit_is_noticed_by_both_sides_at_once(tmp_path: Path) -> None:
     tensors = weights()
     manifest = manifest_of(tensors)
