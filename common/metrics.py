@@ -106,7 +106,7 @@ BUFFER_PAYLOAD_BYTES = Gauge(
 )
 CONTROL_REFUSED = Counter(
     "rlmq_control_refused_total",
-    "Peers and messages that the control sockets refused (key, plain, handshake, role, undecodable).",
+    "Peers and messages that the control sockets refused (key, plain, handshake, unfinished, role, undecodable).",
     ["reason"],
     registry=REGISTRY,
 )

@@ -158,7 +158,9 @@ def attacked(module_cli: Any) -> tuple[RunFolder, Hostile, dict[str, float], Pat
 
     def all_counted() -> bool:
         counted.update(refused(run))
-        return set(counted) >= {"handshake", "plain", "key", "undecodable", "role"}
+        return set(counted) >= {"handshake", "key", "undecodable", "role"} and bool(
+            {"plain", "unfinished"} & set(counted)
+        )
 
     module_cli.wait_until(all_counted, "every refusal counted", 60.0)
     out, err = up.communicate(timeout=200)
