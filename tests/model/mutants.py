@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         "late_stage",
         "a stage that is added gets no rows that were there before",
-        ("ready_is_given",),
+        ("ready_is_given", "group_whole"),
         "put.lua",
         "move(t, chunk, all_rows(chunk), 'settle', to_settled)",
         "",
