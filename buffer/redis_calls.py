@@ -185,7 +185,7 @@ class RedisCalls(Calls):
         if reply[0] == "schema":
             raise SchemaMismatch(
                 f"{who} of run '{self._run_id}'",
-                got=f"schema fingerprint {fingerprint}",
+                got=f"fingerprint {fingerprint}",
                 expected=f"the run's {reply[1].decode()}",
                 remedy="Start every process from the same recipe and version",
             )

@@ -135,20 +135,23 @@ register('orders', function(keys, args)
   return {'ok', unpack(redis.call('LRANGE', keys[1] .. KEY.orders, args[1], tonumber(args[1]) + SOME - 1))}
 end, 'no-writes')
 
-local function other_fingerprint(run, fingerprint)
-  local known = redis.call('HGET', run .. KEY.controller, 'fingerprint')
-  if known and known ~= fingerprint then return known end
-  return nil
+-- Whether two processes may work on one run. The part of a fingerprint before its first comma (the columns) is the
+-- run's for good; the rest (versions, user code) is the living controller's.
+local function fits(fingerprint, known, living)
+  if not known or known == fingerprint then return true end
+  return not living and string.match(known, '^[^,]*') == string.match(fingerprint, '^[^,]*')
 end
 
 -- join(role, rank, fingerprint, nonce): {"ok", incarnation} or {"schema", theirs}. The same nonce joins once.
 register('join', function(keys, args)
   local run, who = keys[1], args[1] .. ':' .. args[2]
-  local theirs = other_fingerprint(run, args[3])
-  if theirs then return {'schema', theirs} end
+  local controller = run .. KEY.controller
+  local theirs = redis.call('HGET', controller, 'fingerprint')
+  local living = tonumber(redis.call('HGET', controller, 'until_ms') or 0) > now_ms()
+  if not fits(args[3], theirs, living) then return {'schema', theirs} end
   local at = run .. KEY.incarnations
   if redis.call('HGET', at, who .. ':nonce') == args[4] then return {'ok', tonumber(redis.call('HGET', at, who))} end
-  redis.call('HSETNX', run .. KEY.controller, 'fingerprint', args[3])
+  redis.call('HSETNX', controller, 'fingerprint', args[3])
   redis.call('HSET', at, who .. ':nonce', args[4])
   return {'ok', redis.call('HINCRBY', at, who, 1)}
 end, 'allow-oom')
@@ -158,8 +161,8 @@ end, 'allow-oom')
 register('begin_epoch', function(keys, args)
   local run, now = keys[1], now_ms()
   local at = run .. KEY.controller
-  local theirs = other_fingerprint(run, args[1])
-  if theirs then return {'schema', theirs} end
+  local theirs = redis.call('HGET', at, 'fingerprint')
+  if not fits(args[1], theirs, false) then return {'schema', theirs} end
   local owner = redis.call('HGET', at, 'owner')
   if owner == args[3] then return {'ok', epoch_of(run)} end
   local left = tonumber(redis.call('HGET', at, 'until_ms') or 0) - now

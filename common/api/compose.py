@@ -18,7 +18,7 @@ import structlog
 from rlmq.buffer.store import ExperienceStore
 from rlmq.common.calls import Calls
 from rlmq.common.control import ELASTIC
-from rlmq.common.errors import DeadlineExceeded, SecondController, UsageError
+from rlmq.common.errors import DeadlineExceeded, SchemaMismatch, SecondController, UsageError
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.common.worker import Role, WorkerContext
@@ -61,6 +61,7 @@ def start_process(
     Raises:
         DependencyError: the server does not answer. SchemaMismatch: the run's tables have other columns.
     """
+    from rlmq import __version__
     from rlmq.buffer.redis_calls import RedisCalls
     from rlmq.buffer.redis_store import RedisStore
     from rlmq.buffer.tables import StageOptions, sample_tables
@@ -68,6 +69,7 @@ def start_process(
     from rlmq.common.columns import fingerprint, sample_columns
     from rlmq.common.logs import configure
     from rlmq.common.metrics import serve_metrics
+    from rlmq.common.recipe.load import code_hash
 
     log = configure(role, index)
     columns = sample_columns(recipe.reward_names, reference=recipe.uses_reference)
@@ -84,7 +86,8 @@ def start_process(
     store.recover()  # what a killed process of this name held is redelivered now, not when its lease is over
     calls = RedisCalls(redis_url, run_id=run.run_id)
     serve_metrics(role, index, run)
-    return Process(recipe, recipe_folder, run, log, store, calls, fingerprint(columns))
+    same = f"columns {fingerprint(columns)}, rlmq {__version__}, code {code_hash(recipe, recipe_folder)}"
+    return Process(recipe, recipe_folder, run, log, store, calls, same)
 
 
 def check_place(recipe: Recipe, role: str, index: int) -> None:
@@ -119,8 +122,15 @@ def wait_for_file(path: Path, what: str, deadline_s: float) -> None:
 
 
 def worker_main(process: Process, role: str, rank: int) -> int:
-    """Run one worker of a role; returns its exit code."""
+    """Run one worker of a role; returns its exit code.
+
+    After a change of version or user code the lease of the controller before it may still be live: wait that long.
+
+    Raises:
+        SchemaMismatch: the run's controller has another version or other user code.
+    """
     from rlmq.common.worker_loop import Worker
+    from rlmq.controller.dispatch import EPOCH_LEASE_S
 
     def make_role(context: WorkerContext) -> Role:
         gc.disable()  # imports make objects by the million and no garbage: looking for it is a quarter of the time
@@ -131,17 +141,25 @@ def worker_main(process: Process, role: str, rank: int) -> int:
         gc.enable()
         return made
 
-    worker = Worker(
-        process.recipe,
-        process.recipe_folder,
-        process.run,
-        role,
-        rank,
-        process.calls,
-        process.fingerprint,
-        process.log,
-    )
-    return worker.run(make_role)
+    deadline = time.monotonic() + EPOCH_LEASE_S + _LEASE_MARGIN_S
+    while True:
+        try:
+            worker = Worker(
+                process.recipe,
+                process.recipe_folder,
+                process.run,
+                role,
+                rank,
+                process.calls,
+                process.fingerprint,
+                process.log,
+            )
+        except SchemaMismatch:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_LEASE_PAUSE_S)
+        else:
+            return worker.run(make_role)
 
 
 def controller_main(process: Process) -> int:

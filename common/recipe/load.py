@@ -79,6 +79,21 @@ def recipe_hash(recipe: Recipe) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def code_hash(recipe: Recipe, folder: Path) -> str:
+    """16 hex digits of the user's files that the recipe names; one that is not on this machine counts as empty."""
+    names: set[str] = set()
+
+    def collect(name: str, _: str) -> str:
+        names.add(name)
+        return name
+
+    _map_sources(recipe, collect)
+    files = sorted({folder / name.rpartition(":")[0] for name in names if is_spec(name)})
+    contents = [file.read_bytes() if file.is_file() else b"" for file in files]
+    digests = [hashlib.sha256(content).hexdigest() for content in contents]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
+
+
 def _read(path: Path) -> str:
     find_beside(path.name, path.parent, subject=f"recipe {path}")
     if path.is_dir():

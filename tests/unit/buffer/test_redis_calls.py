@@ -205,6 +205,20 @@ def test_another_schema_fingerprint_is_refused_with_both_named(calls):
         calls.begin_epoch(fingerprint="bbbb", lease_s=60)
 
 
+def test_a_worker_of_another_version_is_refused_while_a_controller_lives(calls):
+    # given a run whose controller has one version
+    epoch = calls.begin_epoch(fingerprint="columns a, rlmq 1", lease_s=60)
+    # when a worker of another one joins, then it is refused, as long as that controller lives
+    with pytest.raises(SchemaMismatch, match=r"rlmq 2, expected the run's columns a, rlmq 1"):
+        calls.join("reward", 0, fingerprint="columns a, rlmq 2")
+    calls.end_epoch(epoch)
+    assert calls.join("reward", 0, fingerprint="columns a, rlmq 2") == 1
+    # and a controller of another version takes the run over
+    calls.begin_epoch(fingerprint="columns a, rlmq 2", lease_s=60)
+    with pytest.raises(SchemaMismatch, match="rlmq 1"):
+        calls.join("reward", 0, fingerprint="columns a, rlmq 1")
+
+
 def test_a_desired_state_only_grows_in_version(calls):
     assert calls.wanted("rollout") is None
     state = Desired(role="rollout", version=4, phase="run", policy_version=9)

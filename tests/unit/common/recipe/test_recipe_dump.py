@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rlmq.common.errors import UsageError
 from rlmq.common.recipe import reference
-from rlmq.common.recipe.load import dump_recipe, load_recipe, recipe_hash
+from rlmq.common.recipe.load import code_hash, dump_recipe, load_recipe, recipe_hash
 from rlmq.common.recipe.schema import Recipe
 
 Read = Callable[..., Recipe]
@@ -99,3 +99,16 @@ def test_a_linked_recipe_equals_the_recipe_when_all_files_lie_beside_it(tmp_path
     (tmp_path / "b.yaml").symlink_to("real/b.yaml")
     linked, direct = load_recipe(tmp_path / "b.yaml"), load_recipe(real / "b.yaml")
     assert (linked.recipe, linked.folder) == (direct.recipe, direct.folder)
+
+
+def test_the_code_hash_follows_every_file_that_the_recipe_names(tmp_path: Path, base: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(base)
+    loaded = load_recipe(recipe, ["reward=[{function: r.py:f}]", "data.train=t.py:rows"]).recipe
+    seen = {code_hash(loaded, tmp_path)}
+    for name in ("r.py", "t.py"):
+        (tmp_path / name).write_text("a = 1")
+        seen.add(code_hash(loaded, tmp_path))
+        (tmp_path / name).write_text("a = 2")
+        seen.add(code_hash(loaded, tmp_path))
+    assert len(seen) == 5
