@@ -299,7 +299,7 @@ from rlmq.common.run_folder import RunFolder
 from rlmq.controller.commands import ProcessSpec
 from rlmq.controller.server import Server, find_binary
 from rlmq.controller.supervisor import Supervisor
-grand = "import subprocess, time\\nsubprocess.Popen(['sleep', '77'])\\ntime.sleep(77)"
+grand = "import subprocess, time\\nsubprocess.Popen(['sleep', '77'], process_group=0)\\ntime.sleep(77)"
 run = RunFolder(pathlib.Path(sys.argv[1]))
 specs = [ProcessSpec(r, 0, (sys.executable, "-c", grand), {}) for r in ("controller", "reward")]
 Supervisor(run, specs, server=Server(run, find_binary())).run()
