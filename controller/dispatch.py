@@ -33,7 +33,7 @@ _POLL_S = 1.0
 """A lost report delays a result by at most this."""
 _SHOW_S = 0.5
 _REPEAT_S = 5.0
-"""Desired states are stored again: a server that came back older learns them."""
+"""What is wanted is stored again: a server that came back older learns it."""
 _AWAY_S = 5.0
 """After a longer pause of this process, silence of others means nothing."""
 
@@ -75,6 +75,7 @@ class Dispatch:
         self._values: dict[str, dict[int, CallResult]] = {}
         self._resolved: dict[str, list[CallResult]] = {}
         self._orders_told = True
+        self._kept: dict[str, Any] = {}
         self._stop_error: RlmqError | None = None
         self._lost_epoch: Fenced | None = None
         self._pumped_at = self._ticked_at = self._shown_at = self._repeated_at = self.now()
@@ -292,6 +293,8 @@ class Dispatch:
             self._repeated_at = now
             for desired in self.state.desired.values():
                 self._calls.want(desired)
+            if self._kept:
+                self._calls.note(_WISHES, self._kept, epoch=self.epoch)
 
     # -- the plan ------------------------------------------------------------------------------------------------
 
@@ -329,8 +332,8 @@ class Dispatch:
                 self._calls.want(desired)
                 self.bus.ring(desired.role, DesiredBell(desired))
             case events.Keep():
-                wishes = {"phase": command.phase, "orders": command.orders, "settings": command.settings}
-                self._calls.note(_WISHES, wishes, epoch=self.epoch)
+                self._kept = {"phase": command.phase, "orders": command.orders, "settings": command.settings}
+                self._calls.note(_WISHES, self._kept, epoch=self.epoch)
             case events.Lost(role=role, rank=rank, silent_s=silent_s):
                 self._log.warning("worker lost", worker=f"{role}-{rank}", silent_s=silent_s)
             case events.Refuse(why=why):

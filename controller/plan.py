@@ -431,15 +431,20 @@ def _ordered(state: State, event: Ordered) -> Advanced:
             state = _replace(state, phase="drain", still_from=event.at)
         case "set":
             state, commands = _set(state, order.settings, event.number)
-        case "stop":
+        case "stop" if state.phase != "stop":
             by = f" by {order.by}" if order.by else ""
             text = f"run: got the order to stop{by}. The same command goes on"
             commands.append(Fail(error=text, exit_code=ExitCode.TERMINATED))
         case verb:
             commands.append(Refuse(number=event.number, why=f"{verb} in phase {state.phase}"))
-    kept = Keep(phase=state.phase, orders=state.orders, settings=state.settings)
     state, wants = _want(state, state.workers)
-    return state, (kept, *wants, *commands)
+    return state, (_kept(state), *wants, *commands)
+
+
+def _kept(state: State) -> Keep:
+    """After an end, the next controller begins in phase `run`."""
+    phase = "run" if state.phase == "stop" else state.phase
+    return Keep(phase=phase, orders=state.orders, settings=state.settings)
 
 
 def _set(state: State, changes: Mapping[str, str], number: int) -> tuple[State, list[Command]]:
@@ -466,11 +471,9 @@ def _wrong(key: str, value: str) -> str:
 
 
 def _ended(state: State, _event: Ended) -> Advanced:
-    """The next controller begins in phase `run`."""
-    kept = Keep(phase="run", orders=state.orders, settings=state.settings)
     state = _replace(state, phase="stop", calls={}, wait=None)
     state, wants = _want(state, state.workers)
-    return state, (kept, *wants)
+    return state, (_kept(state), *wants)
 
 
 def _wanted(state: State, event: Wanted) -> Advanced:

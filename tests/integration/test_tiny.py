@@ -8,10 +8,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlmq.common.control import Snapshot
+from rlmq.controller.control_files import read_control_log
+from rlmq.controller.events import Lost
+from rlmq.controller.plan import replay
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +68,15 @@ def test_a_run_leaves_what_it_promises(finished: Path) -> None:
     assert (finished / "recipe.yaml").is_file()
     logs = {path.stem for path in (finished / "logs").glob("*.log")}
     assert {"controller-0", "prompts-0", "rollout-0", "reward-0", "actor-0", "recorder-0"} <= logs
+
+
+def test_the_control_log_replays_and_no_process_was_lost(finished: Path) -> None:
+    lines = list(read_control_log(finished / "control_log.jsonl"))
+    state = replay(lines)
+    assert (state.step, state.phase, dict(state.calls)) == (4, "stop", {})
+    assert not [line for line in lines if any(isinstance(command, Lost) for command in line.commands)]
+    snapshot = msgspec.json.decode((finished / "control.json").read_bytes(), type=Snapshot)
+    assert (snapshot.ended, snapshot.step, snapshot.policy_version) == (0, 4, 4)
 
 
 def test_every_trained_sample_is_in_the_parquet_files_once(finished: Path) -> None:

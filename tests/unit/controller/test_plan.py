@@ -197,6 +197,15 @@ def test_a_stop_ends_the_run_as_a_signal_does():
     assert fail.exit_code == ExitCode.TERMINATED
 
 
+def test_an_order_that_comes_while_the_run_ends_is_refused_and_forgotten():
+    story = Story()
+    story.tell(events.Ended(at=1.0, exit_code=0))
+    for verb in ("stop", "pause"):
+        kept, refuse = story.order(verb)
+        assert (kept.phase, kinds([refuse])) == ("run", ["Refuse"])
+    assert story.state.phase == "stop"
+
+
 def test_a_recorded_log_replays_and_a_changed_one_does_not(tmp_path):
     # given the log of a story, whose last line was cut when its writer died, and which a second writer continued
     from rlmq.common.run_folder import RunFolder
