@@ -24,6 +24,8 @@ STILL_S = 3.0
 _STALE_S = 3.0
 """Heartbeats come once a second, snapshots twice."""
 _SILENT_HERE_S = 10.0
+UNREAPED_S = 2.0
+"""A supervisor looks four times a second at its children."""
 _BUSY = 0.5
 
 
@@ -104,7 +106,8 @@ def _broken(evidence: Evidence) -> Answer | None:
         for name in names:
             state = evidence.processes[name]
             if state.standing == standing and not _has_left(evidence, name):
-                return _unnoticed(evidence, name) or _answer("stuck", name, _fault(evidence, name, state), state)
+                found = _unnoticed(evidence, name, state)
+                return found or _answer("stuck", name, _fault(evidence, name, state), state)
     for name in names:
         state = evidence.processes[name]
         if state.stopped_child is not None and name not in (SUPERVISOR, CONTROLLER, SERVER):
@@ -113,16 +116,12 @@ def _broken(evidence: Evidence) -> Answer | None:
     return None
 
 
-def _unnoticed(evidence: Evidence, name: str) -> Answer | None:
-    """A worker that is gone for longer than the supervisor takes to see it: then that one is stuck."""
-    supervisor, last, member = (
-        evidence.processes.get(SUPERVISOR),
-        evidence.last_death(name),
-        evidence.member(name),
-    )
-    if supervisor is None or last is None or last.what != "started" or member is None or member.silent_s < _STALE_S:
+def _unnoticed(evidence: Evidence, name: str, state: ProcessState) -> Answer | None:
+    """A child of the supervisor that ended, and the supervisor does not look: then that one is stuck."""
+    supervisor, last = evidence.processes.get(SUPERVISOR), evidence.last_death(name)
+    if supervisor is None or last is None or last.what != "started" or state.unreaped_s < UNREAPED_S:
         return None
-    text = f"the supervisor has not noticed that {name} is gone since {age(member.silent_s)}"
+    text = f"the supervisor does not notice that {name}, process {state.pid}, has ended"
     return _answer("stuck", SUPERVISOR, f"{text}: {_state(evidence, SUPERVISOR, supervisor)}", supervisor)
 
 

@@ -16,7 +16,6 @@ _STANDINGS: Mapping[str, Standing] = {
     "T": "stopped",
     "t": "stopped",
     "D": "disk",
-    "Z": "gone",
     "X": "gone",
 }
 _LEAST_WINDOW_S = 0.15
@@ -28,8 +27,9 @@ class ProcessState:
     """One process now.
 
     It `runs` when one of its threads wants a core; `busy` is the share of one core that it got (more than 1.0:
-    several threads). `stopped_child` and `busy_child` are pids of processes below it, if one is so. A process on
-    another host is `elsewhere`: only its messages tell of it.
+    several threads). `stopped_child` and `busy_child` are pids of processes below it, if one is so. `unreaped_s` is
+    how long its parent was seen not to notice that it ended. A process on another host is `elsewhere`: only its
+    messages tell of it.
     """
 
     pid: int
@@ -37,6 +37,7 @@ class ProcessState:
     busy: float = 0.0
     stopped_child: int | None = None
     busy_child: int | None = None
+    unreaped_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,9 @@ class ProcessTable:
         self._first = {pid: _stat(pid) for pid, _ in self._known.values()}
         self._looked_at = time.monotonic()
 
-    def states(self) -> dict[str, ProcessState]:
-        """The state of each process now; a moment is waited for where the first look was just now."""
-        time.sleep(max(0.0, self._looked_at + _LEAST_WINDOW_S - time.monotonic()))
+    def states(self, *, after_s: float = _LEAST_WINDOW_S) -> dict[str, ProcessState]:
+        """The state of each process now; waits until the first look was at least so long ago."""
+        time.sleep(max(0.0, self._looked_at + after_s - time.monotonic()))
         everything = _everything()
         window_s = time.monotonic() - self._looked_at
         return {name: self._state(pid, at, everything, window_s) for name, (pid, at) in self._known.items()}
@@ -71,6 +72,10 @@ class ProcessTable:
         if now is None or _began_unix_s(now) > at + _CLOCK_SLACK_S:
             return ProcessState(pid, "gone")
         ticks = now.cpu_ticks - before.cpu_ticks if before and before.began_ticks == now.began_ticks else 0
+        if now.letter == "Z":
+            return ProcessState(
+                pid, "gone", unreaped_s=window_s if before is not None and before.letter == "Z" else 0.0
+            )
         standing = _STANDINGS.get(now.letter, "sleeps")
         return ProcessState(
             pid,

@@ -21,8 +21,9 @@ from rlmq.common.errors import RlmqError
 from rlmq.common.recipe.load import load_recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.addresses import server_url
+from rlmq.controller.culprit import UNREAPED_S
 from rlmq.controller.evidence import CONTROLLER, SERVER, SUPERVISOR, Evidence, StageRows
-from rlmq.controller.process_states import ProcessTable
+from rlmq.controller.process_states import ProcessState, ProcessTable
 from rlmq.controller.records import read_deaths, read_snapshot, supervisor_of
 from rlmq.controller.runs import find_run, read_summary
 
@@ -59,17 +60,21 @@ def look_at(folder: Path, run: str | None) -> Look:
         UsageError: there is no such run.
     """
     found = find_run(folder, run)
-    deaths = read_deaths(found)
-    known = known_processes(found, read_snapshot(found), deaths)
-    first = ProcessTable(known)
+    known = known_processes(found, read_snapshot(found), read_deaths(found))
+    table = ProcessTable(known)
     stored = _stored(found, known)
-    snapshot = read_snapshot(found)
-    table = ProcessTable(known_processes(found, snapshot, deaths)) if snapshot is None else first
+    states = table.states()
+    if _unnoticed(states, read_deaths(found)):
+        states = table.states(after_s=UNREAPED_S)
+    snapshot, deaths = read_snapshot(found), read_deaths(found)
+    newer = known_processes(found, snapshot, deaths)
+    if fresh := {name: one for name, one in newer.items() if one[0] != known.get(name, (0,))[0]}:
+        states |= ProcessTable(fresh).states()
     evidence = Evidence(
         now_unix_s=time.time(),
         run_id=found.run_id,
         snapshot=snapshot,
-        processes=table.states(),
+        processes=states,
         stages=tuple(_stage_rows(stored)),
         waiting=stored.waiting,
         deaths=deaths,
@@ -77,6 +82,13 @@ def look_at(folder: Path, run: str | None) -> Look:
         ended=_ended(found, snapshot),
     )
     return Look(found, stored, evidence)
+
+
+def _unnoticed(states: Mapping[str, ProcessState], deaths: Sequence[Death]) -> bool:
+    """Whether a process has ended and its supervisor, which lives, has not said so yet: it needs a moment."""
+    newest = {death.name: death.what for death in deaths}
+    gone = [name for name, state in states.items() if state.standing == "gone" and newest.get(name) == "started"]
+    return bool(gone) and SUPERVISOR in states and states[SUPERVISOR].standing not in _SILENT
 
 
 def _ended(run: RunFolder, snapshot: Snapshot | None) -> int | None:

@@ -332,13 +332,14 @@ CASES = [
         {
             "snapshot": snapshot(member("rollout-0", "generating", silent_s=4.0), waits=(wait(ROWS),)),
             "processes": alive(
-                supervisor=state("supervisor", "runs", busy=1.0), rollout_0=state("rollout-0", "gone")
+                supervisor=state("supervisor", "runs", busy=1.0),
+                rollout_0=state("rollout-0", "gone", unreaped_s=2.1),
             ),
             "deaths": [started("rollout-0", 20, 60.0)],
         },
         "stuck",
         "supervisor",
-        ("the supervisor has not noticed that rollout-0 is gone since 4.0 s: process 10 computes",),
+        ("the supervisor does not notice that rollout-0, process 20, has ended: process 10 computes",),
     ),
     Case(
         "a worker on another host is silent",
