@@ -21,14 +21,15 @@ class Link:
     """One worker's way to the controller and back. Its fields may be changed at any time.
 
     `lost` is the share of messages that get lost, `copies` how often one arrives, `late` the share that
-    arrives after the message that follows it; `silent` lets nothing through in either direction.
+    arrives after the message that follows it; `deaf` loses all doorbells, `silent` lets nothing through either way.
     """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], sockets: Path, name: str, rng: random.Random
     ) -> None:
-        self.lost, self.copies, self.late, self.silent = 0.0, 1, 0.0, False
-        self.carried = self.dropped = 0
+        self.lost, self.copies, self.late = 0.0, 1, 0.0
+        self.silent = self.deaf = False
+        self.dropped = 0
         self._context, self._sockets, self._rng = context, sockets, rng
         self._held: dict[int, tuple[zmq.Socket[bytes], list[bytes]]] = {}
         self._down = context.socket(zmq.SUB)
@@ -58,7 +59,7 @@ class Link:
         return self._dealers[identity]
 
     def _carry(self, to: zmq.Socket[bytes], frames: list[bytes]) -> None:
-        if self.silent or self._rng.random() < self.lost:
+        if self.silent or (self.deaf and to is self._bell) or self._rng.random() < self.lost:
             self.dropped += 1
             return
         if id(to) not in self._held and self._rng.random() < self.late:
@@ -69,7 +70,6 @@ class Link:
             for _ in range(self.copies):
                 with suppress(zmq.Again):
                     socket.send_multipart(message, zmq.NOBLOCK)
-            self.carried += 1
 
 
 class BusProxy:
@@ -83,20 +83,15 @@ class BusProxy:
         self._thread = threading.Thread(target=self._serve, name="bus proxy", daemon=True)
         self._thread.start()
 
-    def set(self, *, lost: float = 0.0, copies: int = 1, late: float = 0.0, silent: bool = False) -> None:
+    def set(self, *, lost: float = 0.0, copies: int = 1, late: float = 0.0, deaf: bool = False) -> None:
         """The same for every link."""
         for link in self.links.values():
-            link.lost, link.copies, link.late, link.silent = lost, copies, late, silent
+            link.lost, link.copies, link.late, link.deaf = lost, copies, late, deaf
 
     @property
     def dropped(self) -> int:
         """Messages that got lost."""
         return sum(link.dropped for link in self.links.values())
-
-    @property
-    def carried(self) -> int:
-        """Messages that arrived."""
-        return sum(link.carried for link in self.links.values())
 
     def _serve(self) -> None:
         while not self._closing.wait(_POLL_MS / 1000):

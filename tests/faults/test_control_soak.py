@@ -52,6 +52,22 @@ def _look(client, controller):
     return {name: min(look[name] for look in looks) for name in looks[0]}
 
 
+def test_many_steps_leave_memory_and_keys_at_their_base_line(echo, server):
+    """Every sample is accounted for, and nothing of the older steps is held."""
+    run = echo(f"redis.url={server.url}", "checkpoint.every_steps=1", steps=60, echo=Echo(work_s={"rollout": 0.1}))
+    run.until_step(6)
+    controller = run.processes()["controller-0"]
+    with server.client() as client:
+        base = _look(client, controller)
+        run.until_step(45)
+        now = _look(client, controller)
+    print(f"base line {base}, 40 steps later {now}")
+    assert now["keys"] <= base["keys"] + 24
+    assert now["used"] < base["used"] + 2_000_000
+    assert now["memory"] < 1.3 * base["memory"]
+    run.check()
+
+
 @pytest.mark.faults_long
 def test_restarts_leave_files_memory_and_keys_at_their_base_line(echo, rng, server):
     """Random workers are killed while the run goes on, one after the other."""
