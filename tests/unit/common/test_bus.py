@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import select
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from rlmq.common.bus import ControllerBus, WorkerBus
 from rlmq.common.calls import Call, Desired
 from rlmq.common.errors import DependencyError
 from rlmq.common.messages import Beat, CallBell, DesiredBell, Doorbell, Goodbye, Heartbeat, Report
+from rlmq.common.metrics import DOORBELLS_DROPPED
+from rlmq.common.recipe.schema import ControlBlock
 from rlmq.common.run_folder import RunFolder
 
 
@@ -194,3 +197,117 @@ def test_a_controller_that_was_replaced_leaves_the_new_ones_sockets(run: RunFold
         # then the second is still reached
         with worker(run, []):
             wait_until(lambda: bool(new.reports()))
+
+
+@pytest.mark.timeout(90)
+def test_a_subscriber_that_never_reads_costs_nobody_a_doorbell(run: RunFolder) -> None:
+    # given a subscriber that reads nothing, and one that does
+    heard: list[Doorbell] = []
+    context = zmq.Context()
+    deaf = context.socket(zmq.SUB)
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    deaf.setsockopt(zmq.SUBSCRIBE, b"reward")
+    dropped = DOORBELLS_DROPPED._value.get()
+    try:
+        with controller(run) as bus, worker(run, heard):
+            deaf.connect(run.doorbell_address)
+
+            def reaches(number: int) -> float:
+                """Ring; how long it took until the one that reads has heard."""
+                began = time.monotonic()
+                bus.ring("reward", bell(number))
+                wait_until(lambda: bell(number) in heard)
+                heard.clear()
+                return time.monotonic() - began
+
+            # when more is rung than fits between here and the deaf one
+            number = 0
+            while DOORBELLS_DROPPED._value.get() == dropped:
+                number += 1
+                reaches(number)
+                assert number < 5000, "nothing was too much"
+            # then the other one still hears, and at once
+            assert max(reaches(number + more) for more in range(1, 20)) < 5.0
+    finally:
+        deaf.close(linger=0)
+        context.term()
+
+
+def bell(number: int) -> CallBell:
+    """A doorbell of 2 kB."""
+    args = {"text": "x" * 2_000}
+    return CallBell(Call(id=f"{number}/1/reward.score", role="reward", method="score", ranks=(0,), args=args))
+
+
+@pytest.mark.timeout(120)
+def test_a_link_that_is_silently_cut_is_made_anew(run: RunFolder) -> None:
+    # given a worker whose link goes through a proxy
+    with ProxyPair() as proxy:
+        far = ControlBlock(address=f"tcp://127.0.0.1:{proxy.to}")
+        near = ControlBlock(address=f"tcp://127.0.0.1:{proxy.port}")
+        heard: list[Doorbell] = []
+        bus = ControllerBus(run, far, epoch=1, tick=lambda: None, tick_s=1.0)
+        reporter = WorkerBus(run, near, role="reward", heard=heard.append, heartbeat=beat, heartbeat_s=0.2)
+        try:
+            wait_until(lambda: bool(bus.reports()) and bool(heard))
+            # when the proxy swallows what is sent over the connections that there are, and closes none
+            proxy.swallow()
+            heard.clear()
+            bus.reports()
+            # then both sides let go of them, and meet again
+            wait_until(lambda: bool(bus.reports()) and bool(heard), 60.0)
+        finally:
+            reporter.close()
+            bus.close()
+
+
+class ProxyPair:
+    """Two neighbouring ports that lead to two others, with connections that can be cut without a word."""
+
+    def __init__(self) -> None:
+        self.port, self.to = _two_ports(), _two_ports()
+        self._swallowed: set[socket.socket] = set()
+        self._open: list[socket.socket] = []
+        self._listeners = [socket.create_server(("127.0.0.1", self.port + n)) for n in range(2)]
+        for n, listener in enumerate(self._listeners):
+            threading.Thread(target=self._accept, args=(listener, self.to + n), daemon=True).start()
+
+    def _accept(self, listener: socket.socket, port: int) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", port))
+                self._open += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if source not in self._swallowed:
+                    sink.sendall(data)
+            if source not in self._swallowed:
+                sink.close()
+
+    def swallow(self) -> None:
+        self._swallowed |= set(self._open)
+
+    def __enter__(self) -> ProxyPair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in (*self._listeners, *self._open):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+def _two_ports() -> int:
+    """A port that is free, and the next one too."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            with suppress(OSError):
+                two.bind(("127.0.0.1", port + 1))
+                return port
