@@ -140,7 +140,8 @@ def recovered(live: LiveRun, name: str, before: Seen, progress: tuple[int, ...],
         return False
     if name == CONTROLLER:
         return now.epoch > before.epoch or not replaced
-    return name == SERVER or now.ready(name)
+    known = before.worker[name].incarnation if name in before.worker and replaced else 0
+    return name == SERVER or (now.ready(name) and now.worker[name].incarnation > known)
 
 
 def run_to_end(live: LiveRun, timeout_s: float) -> int | None:
