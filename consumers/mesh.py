@@ -6,7 +6,9 @@ rank that dies makes the others' next collective fail; they end with exit code 7
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _NOTE = "actor_mesh"
+_HOST = "127.0.0.1"
 _POLL_S = 0.1
+_ANSWER_S = 1.0
 
 
 class Mesh:
@@ -72,7 +76,7 @@ class Mesh:
 
 
 def meet(calls: Calls, *, rank: int, size: int, incarnation: int, timeout_s: float) -> Mesh:
-    """Join the mesh of this generation (named by rank 0's incarnation).
+    """Join the mesh of this generation, which rank 0 opens; no generation takes a rank twice.
 
     Raises:
         RestartRequired: the ranks did not find each other within `timeout_s`.
@@ -81,29 +85,51 @@ def meet(calls: Calls, *, rank: int, size: int, incarnation: int, timeout_s: flo
         return Mesh(None, 0, 1)
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        if rank == 0:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            calls.note(_NOTE, {"port": store.port, "generation": incarnation})
-            generation = incarnation
-        else:
-            port, generation = _find(calls, timeout_s)
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-        prefixed = dist.PrefixStore(f"actor-{generation}", store)
+        store = _open(calls, size, timeout) if rank == 0 else _find(calls, rank, incarnation, timeout_s)
         gloo: Any = dist.ProcessGroupGloo  # torch's stub does not call it a ProcessGroup
-        group: dist.ProcessGroup = gloo(prefixed, rank, size, timeout)
+        group: dist.ProcessGroup = gloo(dist.PrefixStore("ranks", store), rank, size, timeout)
     except RuntimeError as error:
         raise _lost(error) from error
     return Mesh(group, rank, size)
 
 
-def _find(calls: Calls, timeout_s: float) -> tuple[int, int]:
+def _open(calls: Calls, size: int, timeout: datetime.timedelta) -> dist.Store:
+    """Rank 0's meeting place, with every other rank there; each is told which process of it is meant."""
+    listener = socket.create_server((_HOST, 0))  # torch's own would be open on all interfaces
+    port = int(listener.getsockname()[1])
+    store = dist.TCPStore(
+        _HOST, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+    calls.note(_NOTE, {"port": port})
+    store.wait([f"here/{rank}" for rank in range(1, size)], timeout)
+    for rank in range(1, size):
+        store.set(f"taken/{rank}", store.get(f"here/{rank}").decode())
+    return store
+
+
+def _find(calls: Calls, rank: int, incarnation: int, timeout_s: float) -> dist.Store:
+    """Rank 0's meeting place; one that is left, or has taken an earlier process of this rank, is passed over."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    while (left_s := deadline - time.monotonic()) > 0:
         note = calls.noted(_NOTE)
-        if note is not None:
-            return int(note["port"]), int(note["generation"])
+        if note is not None and _answers(int(note["port"])):
+            timeout = datetime.timedelta(seconds=left_s)
+            with contextlib.suppress(RuntimeError):  # rank 0 left meanwhile
+                store = dist.TCPStore(_HOST, int(note["port"]), is_master=False, timeout=timeout)
+                store.set(f"here/{rank}", str(incarnation))
+                store.wait([f"taken/{rank}"], timeout)
+                if store.get(f"taken/{rank}") == str(incarnation).encode():
+                    return store
         time.sleep(_POLL_S)
-    raise RestartRequired("trainer mesh", got=f"no address of actor-0 within {timeout_s:.0f} s")
+    raise RestartRequired("trainer mesh", got=f"actor-0 not met within {timeout_s:.0f} s")
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection((_HOST, port), timeout=_ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _lost(error: RuntimeError) -> RestartRequired:
