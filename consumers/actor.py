@@ -61,7 +61,7 @@ class ActorRole:
             rank=context.rank,
             size=context.world_size,
             incarnation=context.incarnation,
-            timeout_s=recipe.deadlines.sync_s,
+            timeout_s=recipe.deadlines.step_s,
         )
         self._transport = GlooTransport(timeout_s=recipe.deadlines.sync_s)
         self._log = LoggedSteps(
