@@ -22,6 +22,8 @@ FORBIDDEN = {
     "torch.load": r"\btorch\.load\s*\(",
     "object collectives": r"\b\w*(broadcast|gather|scatter)\w*_object(_list)?\s*\(|\ball_gather_object\b",
     "code from a hub": r"trust_remote_code\s*=\s*True",
+    "decoders that can run code": r"\b(marshal|shelve|dill|joblib|cloudpickle)\b|allow_pickle\s*=\s*True"
+    r"|yaml\.(load|unsafe_load|full_load)(_all)?\s*\(",
     "eval or exec": r"(?<![\w.])(eval|exec)\s*\(",
 }
 
