@@ -52,7 +52,7 @@ def edges(evidence: Evidence) -> Iterator[Edge]:
         yield Edge(wait.who, wait.what, wait.on, now - wait.since_unix_s, left_s)
     for rows in evidence.stages:
         for lease in sorted(rows.leases, key=lambda one: one.left_s):
-            what = f"{_rows(lease.rows)} that are leased"
+            what = f"{_rows(lease.rows)} that {'is' if lease.rows == 1 else 'are'} leased"
             who = f"stage {rows.stage} of {rows.table}"
             yield Edge(who, what, (lease.worker,), rows.lease_s - lease.left_s, lease.left_s)
     waiters = dict.fromkeys(one.worker for one in evidence.waiting if one.worker != CONTROLLER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -14,13 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 import pytest
 
 from rlmq import cli_log, cli_status, cli_why
+from rlmq.buffer.redis_store import RedisStore
+from rlmq.buffer.store import Stage, Table
+from rlmq.common.columns import Column
 from rlmq.common.control import Death, Member, Order, Snapshot, Wait
 from rlmq.common.recipe.load import load_recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller import events
+from rlmq.controller.addresses import write_addresses
 from rlmq.controller.runs import open_run
 
 pytestmark = pytest.mark.timeout(60)
@@ -178,6 +184,58 @@ def test_a_run_whose_processes_are_gone_is_explained_from_its_files(
     assert len(out.splitlines()) <= 24
     # and the status has no run that is up
     assert cli_status.status_command(None, folder=bench.folder, as_json=False) == 3
+
+
+def test_the_holder_of_rows_is_found_in_the_store(
+    bench: Bench, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given four rows, of which one is scored, one leased to the reward worker, two to the rollout worker
+    columns = (
+        Column("prompt", pa.string(), "prompts"),
+        Column("response", pa.string(), "rollout"),
+        Column("reward", pa.float64(), "reward"),
+    )
+    stages = (Stage("actor", ("reward",)), Stage("reward", ("response",)), Stage("rollout", ("prompt",)))
+    tables = [Table(name, columns, stages) for name in ("train", "eval")]
+    write_addresses(bench.run, redis_url)
+    stores = {
+        name: RedisStore(redis_url, run_id=bench.run.run_id, worker=name) for name in ("rollout-0", "reward-0")
+    }
+    for store in stores.values():
+        store.open(tables)
+    rows = pa.record_batch({"prompt": ["a", "b", "c", "d"]})
+    stores["rollout-0"].put("train", rows, producer="p", sequence=0, group_size=1)
+    generated = stores["rollout-0"].claim("train", "rollout", max_rows=2, columns=("prompt",))
+    assert generated is not None
+    stores["rollout-0"].write(generated, pa.record_batch({"response": ["x", "y"]}), ack=True)
+    assert stores["rollout-0"].claim("train", "rollout", max_rows=2, columns=("prompt",))
+    scored = stores["reward-0"].claim("train", "reward", max_rows=1, columns=("response",))
+    assert scored is not None
+    stores["reward-0"].write(scored, pa.record_batch({"reward": [1.0]}), ack=True)
+    assert stores["reward-0"].claim("train", "reward", max_rows=1, columns=("response",))
+    bench.start("controller-0", "rollout-0", "reward-0")
+    what = "4 rows of stage actor in table train"
+    wait = Wait(who="controller-0", what=what, on=("rollout", "reward"), since_unix_s=time.time())
+    bench.snapshot(bench.member("rollout-0"), bench.member("reward-0"), waits=(wait,))
+    # when somebody asks why
+    told = bench.why(capsys)
+    # then the stages before the actor's are looked through, and the leases are in the graph
+    assert told["culprit"] in ("rollout-0", "reward-0")
+    assert re.search(
+        r"(rollout-0 holds 2 rows of stage rollout|reward-0 holds 1 row of stage reward)", told["sentence"]
+    )
+    leased = {(edge["who"], edge["what"], *edge["on"]) for edge in told["waits"]}
+    assert ("stage rollout of train", "2 rows that are leased", "rollout-0") in leased
+    assert ("stage reward of train", "1 row that is leased", "reward-0") in leased
+    # and the status has the rows of each stage
+    assert cli_status.status_command(None, folder=bench.folder, as_json=False) == 0
+    out = capsys.readouterr().out
+    assert (
+        "buffer train: 4 live rows; actor 1 ready 0 leased, reward 0 ready 1 leased, rollout 0 ready 2 leased"
+        in out
+    )
+    for store in stores.values():
+        store.close()
 
 
 # -- status --------------------------------------------------------------------------------------------------------
