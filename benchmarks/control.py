@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import control_step
 from benchmarks.control_settings import Settings
 from benchmarks.load import Server
 from benchmarks.result import BenchResult, Cell
@@ -40,6 +41,7 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
     parser.add_argument("--workers", default="100,1000", help="numbers of workers")
     parser.add_argument("--changes", type=int, default=20, help="phase changes")
     parser.add_argument("--seconds", type=float, default=15.0, help="of heartbeats alone, for the CPU share")
+    parser.add_argument("--steps", type=int, default=50, help="steps of calls without work")
     parser.add_argument("--plain", action="store_true", help="without keys")
     given = parser.parse_args(arguments)
     counts = [int(count) for count in given.workers.split(",")]
@@ -50,12 +52,22 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
         "controller CPU share of a core, limit 0.3": _number(most, "CPU share"),
         "join storm (s), limit 10": _number(most, "join storm_s"),
     }
+    if given.steps:
+        ratios["calls of a tiny step (s), limit 0.01"] = _step_s(given.steps)
     if len(counts) > 1:
         grown = counts[-1] / counts[0]
         for title in ("CPU share", "phase change p99_s"):
             growth = _number(most, title) / _number(least, title) / grown
             ratios[f"growth of {title} / growth of workers, limit 1"] = growth
     return BenchResult("control", rows, ratios)
+
+
+def _step_s(steps: int) -> float:
+    with tempfile.TemporaryDirectory(prefix="rlmq-bench-") as folder, Server() as server:
+        run = RunFolder(Path(folder) / "bench-1")
+        run.path.mkdir()
+        settings = Settings(run.path, server.url, None, None, workers=1)
+        return control_step.steps_s(settings, steps, lambda *words: _start("benchmarks.control_step", *words))
 
 
 def _number(row: dict[str, Cell], title: str) -> float:

@@ -18,7 +18,7 @@ class Settings:
 
     run: Path
     redis_url: str
-    address: str
+    address: str | None
     keys: str | None
     workers: int
 
