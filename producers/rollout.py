@@ -171,7 +171,10 @@ class RolloutRole:
         self._context.progress()
 
     def _receive_weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Two-phase: receive and verify everything, then serve it; on failure the old version goes on."""
+        """Two-phase: receive and verify everything, then serve it; on failure the old version goes on.
+
+        An engine that failed between two versions is torn: it serves none, until the next transfer succeeds.
+        """
         self._context.activity("syncing")
         meeting = msgspec.convert(args["meeting"], Rendezvous)
         manifest = msgspec.convert(args["manifest"], WeightManifest)
@@ -180,10 +183,12 @@ class RolloutRole:
         self._engine.begin_load(manifest, version)
         try:
             stats = self._transport.receive(meeting, member, manifest, self._load)
-        except (DeadlineExceeded, IntegrityError) as error:
+            self._engine.commit()
+        except (DeadlineExceeded, IntegrityError, RuntimeError) as error:
             self._engine.abandon()
+            if self._engine.state == "torn":
+                self._context.serving(-1)
             return {"failed": str(error)}
-        self._engine.commit()
         self._context.serving(version)
         POLICY_VERSION.set(version)
         WEIGHT_SYNC_BYTES.labels(direction="received").inc(stats.bytes)

@@ -19,6 +19,7 @@ from rlmq.buffer.tables import sample_tables
 from rlmq.common.calls import Calls, Desired
 from rlmq.common.columns import PROMPT_COLUMNS, arrow_schema, sample_columns
 from rlmq.common.engines.hf import HfEngine
+from rlmq.common.engines.staged_weights import StagedWeights
 from rlmq.common.gloo import GlooTransport
 from rlmq.common.logs import configure
 from rlmq.common.models import load_model, resolve_model
@@ -53,6 +54,7 @@ class Bench:
             store.open(tables)
         self.wanted: Desired | None = None
         self.stopping = False
+        self.serving = -1
         self.on_progress: Callable[[], object] = lambda: None
         self.log = io.StringIO()
         self.puts = 0
@@ -68,7 +70,7 @@ class Bench:
             log=configure("rollout", 0, stream=self.log),
             activity=lambda _: None,
             progress=lambda: cast(None, self.on_progress()),
-            serving=lambda _: None,
+            serving=lambda version: setattr(self, "serving", version),
             desired=lambda: self.wanted,
             stopping=lambda: self.stopping,
         )
@@ -77,7 +79,7 @@ class Bench:
     def want(self, version: int) -> None:
         self.wanted = Desired(role="rollout", version=1, phase="run", policy_version=version)
 
-    def receive(self, version: int) -> None:
+    def receive(self, version: int, *, fails: bool = False) -> None:
         """Weights of this version come, as the trainer sends them."""
         model = load_model(resolve_model(self.recipe.model, RECIPES), torch.float32)
         manifest = HfEngine(model, pad_id=0, eos_ids=(0,), max_batch=1).layout()
@@ -86,7 +88,7 @@ class Bench:
         sender = threading.Thread(target=trainer.send, args=(meeting, manifest, list(model.state_dict().items())))
         sender.start()
         told = {"meeting": msgspec.to_builtins(meeting), "manifest": msgspec.to_builtins(manifest)}
-        assert "failed" not in self.role.handlers()["receive_weights"]({**told, "version": version})
+        assert ("failed" in self.role.handlers()["receive_weights"]({**told, "version": version})) == fails
         sender.join()
 
     def put(self, *prompts: str, table: str = "train") -> RowRange:
@@ -218,3 +220,31 @@ def test_a_lost_lease_leaves_the_chunk_to_the_other_worker(
     assert bench.role.work()
     assert len(bench.responses()) == 2
     other.close()
+
+
+def test_a_torn_engine_claims_nothing_until_weights_come_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a worker that serves version 1, and whose memory fails in the middle of taking version 2 into service
+    bench.want(1)
+    bench.receive(1)
+    bench.put("one")
+    swap = StagedWeights.swap
+
+    def half_a_swap(weights: StagedWeights) -> None:
+        next(iter(weights._targets.values())).data = torch.empty(0)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(StagedWeights, "swap", half_a_swap)
+    bench.receive(2, fails=True)
+    # then it serves no version, whichever is wanted
+    assert bench.serving == -1
+    for version in (1, 2):
+        bench.want(version)
+        assert not bench.role.work()
+    # until they come again
+    monkeypatch.setattr(StagedWeights, "swap", swap)
+    bench.receive(2)
+    assert bench.serving == 2
+    assert bench.role.work()
+    assert len(bench.responses()) == 1
