@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos.live import ACTIVITIES, CONTROLLER, ROOT, SERVER, LiveRun, Seen, final_hash, until
+from chaos.live import ACTIVITIES, CONTROLLER, ROOT, SERVER, SLOW_REWARD, LiveRun, Seen, final_hash, until
 from chaos.recording import broken, differences
 
 _ALL = 20
@@ -77,7 +77,7 @@ class Disturbance:
         self._live = live
         self._rng = rng
         self._steps = steps
-        self._due = sorted(rng.uniform(0.5, steps - 0.5) for _ in range(kills))
+        self._due = sorted(rng.uniform(0.5, steps - 1.5) for _ in range(kills))
         self._began = time.monotonic()
         self._budget = Budget()
         self.kills: list[Kill] = []
@@ -90,7 +90,8 @@ class Disturbance:
             allowed = sum(due <= seen.step for due in self._due) - len(self.kills)
             late = seen.step >= self._steps - 1
             if (allowed > 0 or late) and seen.worker:
-                self._kill(patience_s=0.0 if late or allowed > 2 else self._rng.uniform(2.0, 15.0))
+                longest_s = 0.0 if late else 4.0 if allowed > 2 else 15.0
+                self._kill(patience_s=self._rng.uniform(0.0, longest_s))
             else:
                 time.sleep(0.05)
         self._live.seen()
@@ -200,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
     print(f"seed {seed} (--seed {seed} repeats the draws)", flush=True)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="rlmq-chaos-"))
-    overrides = [f"train.steps={options.steps}", "checkpoint.keep=1000", *options.set]
+    overrides = [f"train.steps={options.steps}", "checkpoint.keep=1000", SLOW_REWARD, *options.set]
     limit_s = _BASE_S + _STEP_S * options.steps
     calm = LiveRun(options.recipe, folder / "calm", overrides)
     wild = LiveRun(options.recipe, folder / "disturbed", overrides)

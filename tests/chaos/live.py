@@ -22,6 +22,11 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTIVITIES = ("generating", "scoring", "training", "syncing", "checkpointing", "evaluating", "idle")
+SLOW_REWARD = "reward=" + json.dumps(
+    [{"function": f"{Path(__file__).with_name('slow_task.py')}:letters", "timeout_s": 60.0}]
+)
+"""An override: scoring takes long enough to be met by a fault."""
+
 SERVER, CONTROLLER = "redis-0", "controller-0"
 _LOOK_S = 0.25
 _SHORT_FIRST = ("checkpointing", "syncing", "evaluating", "scoring", "training", "generating")

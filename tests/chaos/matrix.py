@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.chaos import Budget, judge, recovered, run_to_end, tell, timed
-from chaos.live import ROOT, LiveRun, Seen, until
+from chaos.live import ROOT, SLOW_REWARD, LiveRun, Seen, until
 
 RUN_ACTIVITIES = ("generating", "scoring", "training", "syncing", "checkpointing", "evaluating")
 CELLS = {
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"seed {seed} (--seed {seed} repeats the draws)", flush=True)
     rng = random.Random(seed)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="rlmq-matrix-"))
-    often = ["checkpoint.keep=1000", "checkpoint.every_steps=2", "evaluate.every_steps=2"]
+    often = [SLOW_REWARD, "checkpoint.keep=1000", "checkpoint.every_steps=2", "evaluate.every_steps=2"]
     overrides = [f"train.steps={options.steps}", *often, *options.set]
     kl = any(one.startswith("algorithm.kl_coef=") for one in options.set)
     roles = [role for role in CELLS if (role != "reference" or kl) and (not options.roles or role in options.roles)]
