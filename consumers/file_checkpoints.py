@@ -147,6 +147,18 @@ class FileCheckpoints:
         parts = sorted(self._folder.glob(".step-*.part")) if self._folder.is_dir() else []
         return [(path, "its writing was interrupted before the rename") for path in parts]
 
+    def incomplete(self) -> list[tuple[Path, str]]:
+        """Checkpoints that lack their manifest or a file of it, and why; no file is read through."""
+        found = []
+        for path in map(self.path, self.steps()):
+            try:
+                missing = [name for name in _read_manifest(path).files if not (path / name).is_file()]
+            except IntegrityError as error:
+                found.append((path, str(error)))
+            else:
+                found += [(path, f"no {name}") for name in missing[:1]]
+        return found
+
     def verify(self, path: Path) -> CheckpointManifest:
         """The manifest of a checkpoint all of whose files are as they were written.
 

@@ -16,6 +16,7 @@ from rlmq.common.processes import signal_group, spawn
 from rlmq.common.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
+from rlmq.consumers.file_checkpoints import FileCheckpoints
 from rlmq.controller.addresses import claim_home, write_addresses
 from rlmq.controller.commands import ProcessSpec, process_specs, threads
 from rlmq.controller.display import Display, print_summary
@@ -93,6 +94,9 @@ def _print_opening(opened: OpenedRun, console: Console) -> None:
     console.print(f"{what} ({opened.run.path})", markup=False, highlight=False, soft_wrap=True)
     for change in opened.changes:
         console.print(f"  changed: {change}", markup=False, highlight=False, soft_wrap=True)
+    checkpoints = FileCheckpoints(opened.run.checkpoints)
+    for path, reason in (*checkpoints.unfinished(), *checkpoints.incomplete()):
+        console.print(f"  ignored: {path.name}: {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_in_child(path: Path, overrides: Sequence[str]) -> int:

@@ -282,3 +282,17 @@ def test_a_checkpoint_that_somebody_reads_is_removed_later(model_folder: Path, t
     assert checkpoints.prune(1) == [1]
     with reading(paths[0]) as held:
         assert not held
+
+
+def test_what_is_no_checkpoint_is_found_without_reading_it_through(model_folder: Path, tmp_path: Path) -> None:
+    checkpoints, engine = FileCheckpoints(tmp_path / "c"), trained(model_folder)
+    for step in (1, 2, 3):
+        save(checkpoints, step, engine, model_folder)
+    (checkpoints.path(1) / "optimizer.safetensors").unlink()
+    os.truncate(checkpoints.path(2) / "manifest.json", 20)
+    (tmp_path / "c" / ".step-000004.77.part").mkdir()
+
+    told = {path.name: reason for path, reason in (*checkpoints.unfinished(), *checkpoints.incomplete())}
+
+    assert list(told) == [".step-000004.77.part", "step-000001", "step-000002"]
+    assert told["step-000001"] == "no optimizer.safetensors" and "manifest" in told["step-000002"]
