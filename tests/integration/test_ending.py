@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlmq.common.control import Death
@@ -97,9 +99,7 @@ def test_a_second_sigterm_ends_at_once(cli: Any) -> None:
     reach(cli, "twice", 1)
     os.kill(worker(cli, "reward"), signal.SIGSTOP)
     process.terminate()
-    cli.wait_until(
-        lambda: not any("rollout" in p.cmdline() for p in cli.processes()), "the other workers have left", 60.0
-    )
+    cli.wait_until(lambda: not workers(cli, "rollout"), "the other workers have left", 60.0)
     # when it is told again
     process.terminate()
     process.communicate(timeout=30)
@@ -142,5 +142,15 @@ def test_a_killed_controller_is_replaced_without_waiting_for_its_lease(cli: Any)
 
 
 def worker(cli: Any, role: str) -> int:
-    [found] = [p.pid for p in cli.processes() if "worker" in p.cmdline() and role in p.cmdline()]
-    return int(found)
+    [found] = workers(cli, role)
+    return found
+
+
+def workers(cli: Any, role: str) -> list[int]:
+    """Pids of the live workers of a role."""
+    found = []
+    for process in cli.processes():
+        with contextlib.suppress(psutil.Error):  # it ends just now
+            words = process.cmdline()
+            found += [int(process.pid)] if "worker" in words and role in words else []
+    return found
