@@ -191,7 +191,8 @@ def test_a_store_never_works_on_a_table_that_another_one_made_anew(bench, verb):
 
 
 def test_every_verb_of_the_store_is_among_those(bench):
-    verbs = {name for name in dir(bench.store()) if not name.startswith("_")} - {"open", "attach", "close", "server_id"}
+    others = {"open", "attach", "close", "server_id"}
+    verbs = {name for name in dir(bench.store()) if not name.startswith("_")} - others
     assert verbs == {name.split(",")[0] for name in _VERBS}
 
 
