@@ -145,7 +145,7 @@ def test_append_is_on_disk_before_it_returns(path, monkeypatch):
     log.close()
 
 
-def test_steps_that_are_taken_back_come_again(tmp_path: Path) -> None:
+def test_steps_that_are_taken_back_come_again(tmp_path):
     path = tmp_path / "log.jsonl"
     log = FileBatchLog(path)
     for step in (1, 2, 3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 from collections.abc import Callable, Iterator
@@ -20,12 +21,14 @@ from rlmq.common.calls import Calls, Desired
 from rlmq.common.columns import PROMPT_COLUMNS, arrow_schema, sample_columns
 from rlmq.common.engines.hf import HfEngine
 from rlmq.common.engines.staged_weights import StagedWeights
+from rlmq.common.errors import IntegrityError
 from rlmq.common.gloo import GlooTransport
 from rlmq.common.logs import configure
 from rlmq.common.models import load_model, resolve_model
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
+from rlmq.common.weight_buckets import Bucket
 from rlmq.common.worker import WorkerContext
 from rlmq.producers.rollout import RolloutRole
 
@@ -85,7 +88,12 @@ class Bench:
         manifest = HfEngine(model, pad_id=0, eos_ids=(0,), max_batch=1).layout()
         trainer = GlooTransport(timeout_s=30)
         meeting = trainer.offer(f"g{version}", ("rollout-0",))
-        sender = threading.Thread(target=trainer.send, args=(meeting, manifest, list(model.state_dict().items())))
+
+        def send() -> None:
+            with contextlib.suppress(IntegrityError):
+                trainer.send(meeting, manifest, list(model.state_dict().items()))
+
+        sender = threading.Thread(target=send)
         sender.start()
         told = {"meeting": msgspec.to_builtins(meeting), "manifest": msgspec.to_builtins(manifest)}
         assert ("failed" in self.role.handlers()["receive_weights"]({**told, "version": version})) == fails
@@ -247,4 +255,24 @@ def test_a_torn_engine_claims_nothing_until_weights_come_again(
     bench.receive(2)
     assert bench.serving == 2
     assert bench.role.work()
+    assert len(bench.responses()) == 1
+
+
+def test_a_damaged_transfer_leaves_the_old_version_which_serves_only_where_it_is_wanted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a worker that serves version 1, and a bucket of version 2 with a flipped bit
+    bench.want(1)
+    bench.receive(1)
+    bench.put("one")
+    monkeypatch.setattr(Bucket, "is_whole", lambda *_: False)
+    bench.want(2)
+    bench.receive(2, fails=True)
+    # then version 2 serves nobody, and version 1 is whole
+    assert bench.serving == 1
+    assert not bench.role.work()
+    # and the next generation of the transfer is as good as any
+    monkeypatch.undo()
+    bench.receive(2)
+    assert bench.serving == 2 and bench.role.work()
     assert len(bench.responses()) == 1
