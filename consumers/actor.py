@@ -14,7 +14,7 @@ import torch
 
 from rlmq.buffer.batch_log import BatchEntry, Update
 from rlmq.buffer.file_batch_log import FileBatchLog
-from rlmq.buffer.store import Claim, ExperienceStore, Interest
+from rlmq.buffer.store import Claim, ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
@@ -217,10 +217,13 @@ class ActorRole:
 
         Rows that a killed actor had claimed come back when its lease expires.
         """
-        deadline = time.monotonic() + self._recipe.deadlines.step_s
-        while time.monotonic() < deadline:
+        seen: TableCounts | None = None
+        moved_at = time.monotonic()
+        while time.monotonic() - moved_at < self._recipe.deadlines.step_s:
             self._store.expire()
             counts = self._store.counts(TRAIN)
+            if counts != seen:  # rows move on
+                seen, moved_at = counts, time.monotonic()
             rows, claim = counts.live, None
             if rows and counts.ready.get("actor", 0) == rows:
                 claim = self._store.claim(TRAIN, "actor", max_rows=rows, min_rows=rows, columns=self._columns())
