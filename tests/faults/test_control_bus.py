@@ -94,6 +94,7 @@ def test_a_worker_whose_link_is_half_open_joins_anew(proxied):
     assert run.starts("rollout-0") == 1
 
 
+@pytest.mark.faults_long
 def test_a_subscriber_that_never_reads_holds_up_nobody(echo):
     """Fault 20: its queue is full long before the run ends."""
     run = echo(steps=8, echo=Echo())

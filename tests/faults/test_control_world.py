@@ -140,6 +140,7 @@ def test_clocks_that_are_an_hour_off_change_nothing(echo):
     assert run.fired()
 
 
+@pytest.mark.faults_long
 def test_a_scraper_that_hangs_holds_up_nobody(echo):
     """Fault 34: connections to every metrics page that never read, with half a request each."""
     run = echo(echo=Echo(work_s={"rollout": 0.2}), steps=50)
