@@ -200,10 +200,14 @@ class ActorRole:
             algorithm=self._algorithm,
             world_size=self._mesh.size,
         )
+        try:  # before the log, since a redo of the step does not write them
+            self._store.write(claim, batch.advantage_column())
+        except Fenced as error:
+            self._context.log.warning("actor.lease_lost", step=step, error=str(error))
+            return self._form(step)
         with self._saved.waiting():
             self._log.append(entry)
         try:
-            self._store.write(claim, batch.advantage_column())
             self._store.finish(claim, "trained", step=step)
         except Fenced as error:  # the lease ran out, but the log has the step: what it says counts
             self._context.log.warning("actor.lease_lost", step=step, error=str(error))
