@@ -1,6 +1,6 @@
 """A step's calls without any work in them: what the control plane itself takes of a step of `tiny`.
 
-    python -m benchmarks.control_step ROLE SETTINGS  # one worker: the loop of the product, nothing in it
+python -m benchmarks.control_step ROLE SETTINGS  # one worker: the loop of the product, nothing in it
 """
 
 from __future__ import annotations

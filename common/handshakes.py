@@ -80,9 +80,7 @@ class Arrivals:
                 self._refusals.add("handshake", address=peer)
         elif failure[0] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._refusals.add("plain" if failure[1] == _MISMATCH else "handshake", address=peer)
-        elif (
-            failure[0] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        ):  # it hung up first, as plain peers may
+        elif failure[0] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # it hung up first, as plain peers may
             self._refusals.add("unfinished", address=peer)
 
 
