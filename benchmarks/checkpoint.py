@@ -85,7 +85,7 @@ def _parts() -> list[tuple[str, float]]:
     source = {f"t{i}": torch.randn(3 * _PARAMETERS // _TENSORS) for i in range(_TENSORS)}
     weights, state = dict(list(source.items())[: _TENSORS // 3]), dict(list(source.items())[_TENSORS // 3 :])
     writer = CheckpointWriter()
-    blocks = [memoryview(t.numpy()).cast("B") for t in source.values()]
+    blocks = [memoryview(t.numpy().data).cast("B") for t in source.values()]
     with tempfile.TemporaryDirectory(prefix="rlmq-checkpoint-", dir=Path.cwd()) as folder:
         path = Path(folder)
 

@@ -50,7 +50,7 @@ class EchoWorker:
         connect(self.sub, endpoints, endpoints.doorbell, ROLE)
         connect(self.dealer, endpoints, endpoints.reports, ROLE)
         loop = asyncio.get_running_loop()
-        loop.add_reader(self.sub.getsockopt(zmq.FD), self.listen)
+        loop.add_reader(int(self.sub.getsockopt(zmq.FD)), self.listen)
         loop.call_soon(self.beat)
 
     def beat(self) -> None:
@@ -78,7 +78,7 @@ class EchoWorker:
 
     def listen(self) -> None:
         """Take in all doorbells; ready once anything was heard."""
-        while self.sub.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(self.sub.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             topic, frame = self.sub.recv_multipart(zmq.NOBLOCK)
             bell = decode_doorbell(frame)
             news = not self.ready

@@ -6,6 +6,7 @@ Too small to know anything, large enough to learn a habit: 2 layers, hidden size
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -34,10 +35,10 @@ def wide() -> str:
 
 def _made(name: str, **shape: int) -> str:
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    return str(make_once(f"{name}-{digest}", partial(_write, **shape)))
+    return str(make_once(f"{name}-{digest}", partial(_write, shape=shape)))
 
 
-def _write(target: Path, *, hidden: int, intermediate: int, heads: int, kv_heads: int) -> None:
+def _write(target: Path, *, shape: Mapping[str, int]) -> None:
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models
@@ -54,11 +55,11 @@ def _write(target: Path, *, hidden: int, intermediate: int, heads: int, kv_heads
     tokenizer.chat_template = CHAT_TEMPLATE
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=intermediate,
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["intermediate"],
         num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
