@@ -58,7 +58,9 @@ def test_names_have_prefix_and_units_and_labels_hold_no_ids() -> None:
         assert any(name.endswith("_total") for name in names) == (family.type == "counter")
         assert not any(re.search(r"_(ms|minutes|kib|mb|percent)\b", name) for name in names)
         labels = {label for sample in family.samples for label in sample.labels}
-        assert labels <= {"activity", "table", "stage", "state", "method", "outcome", "function", "direction", "le"}
+        assert labels <= {
+            *("activity", "table", "stage", "state", "method", "outcome", "function", "direction", "reason", "le"),
+        }
 
 
 def test_step_figures_show_declared_numbers_only() -> None:
