@@ -58,7 +58,7 @@ _POSTED_BYTES = 64 * 1024  # what is kept until its answer comes
 _NO_FACTS = Facts()
 # Fields of the functions' state (functions/table.lua): of the table, and per stage.
 _FIELDS, _STAGE_FIELDS = 16, 7
-_ADMITTED, _ENDED, _BYTES, _REDELIVERED, _FENCED, _USES, _TRAINER, _DEAD = 1, 2, 4, 7, 8, 9, 12, 14
+_ADMITTED, _ENDED, _BYTES, _DURABLE, _REDELIVERED, _FENCED, _USES, _TRAINER, _DEAD = 1, 2, 4, 6, 7, 8, 9, 12, 14
 _READY, _LEASED, _PAST = 0, 1, 2
 
 
@@ -691,6 +691,7 @@ class RedisStore(ExperienceStore):
             fenced=state[_FENCED],
             dead_letters=state[_DEAD],
             version=state[_TRAINER],
+            durable=state[_DURABLE] - 1,
         )
 
     def leases(self, table: str) -> list[Lease]:

@@ -174,7 +174,8 @@ class TableCounts:
 
     `ended` maps `"state"` or `"state(reason)"` to rows since the run began. `waiting`, `ready`, `leased` and
     `acked` map stage name to rows; `acked` counts all that the stage is past. `uses` counts trainings of rows.
-    `fenced` counts writes that were refused because their lease was over.
+    `fenced` counts writes that were refused because their lease was over. `durable` is the newest step that
+    `advance` was told (-1: none): the payload of what was trained up to it is gone.
     """
 
     admitted: int
@@ -190,6 +191,7 @@ class TableCounts:
     fenced: int = 0
     dead_letters: int = 0
     version: int = 0
+    durable: int = -1
 
 
 @dataclass(frozen=True, slots=True)

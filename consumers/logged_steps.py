@@ -87,8 +87,20 @@ class LoggedSteps:
         self._store.set_version(TRAIN, entry.policy_version)
 
     def tell_durable(self, step: int) -> None:
-        """Rows of steps that a checkpoint covers are trained, also if the server forgot that, or the rows."""
-        known = min(step, self._store.counts(TRAIN).version) - _TOLD_AGAIN
+        """Rows of steps that a checkpoint covers are trained, also if the server forgot that, or the rows.
+
+        Raises:
+            IntegrityError: the server was told of a later checkpoint, and has let go of what a redo would read.
+        """
+        counts = self._store.counts(TRAIN)
+        if counts.durable > step:
+            raise IntegrityError(
+                "checkpoints",
+                got=f"a newest whole one of step {step}" if step else "no whole one",
+                expected=f"that of step {counts.durable}, which was there when the rows up to it were let go of",
+                remedy="Restore it from a copy (the log says what is wrong with it), or start anew with --fresh",
+            )
+        known = min(step, counts.version) - _TOLD_AGAIN
         for entry in self._log.entries(known):
             if entry.step <= step:
                 self.tell(entry)

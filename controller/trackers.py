@@ -7,7 +7,10 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +22,8 @@ from rlmq.common.run_folder import RunFolder
 
 # Package to import, and the extra of rlmq that installs it.
 _PACKAGES = {"wandb": ("wandb", "wandb"), "tensorboard": ("tensorboard", "tensorboard")}
+_MOST_WAITING = 1000  # lines
+_CLOSE_S = 5.0
 
 
 class Tracker(Protocol):
@@ -32,7 +37,10 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All trackers of a run. `metrics.jsonl` is part of the run; the others may fail without hurting it.
+    """All trackers of a run. `metrics.jsonl` is part of the run; the others may fail, or hang, without hurting it.
+
+    They work on a thread of their own, one after the other. Lines that one which hangs has not taken are dropped
+    beyond `_MOST_WAITING`, and told.
 
     Raises:
         UsageError: a tracker whose package is not installed.
@@ -42,10 +50,10 @@ class Trackers:
     def __init__(self, recipe: Recipe, run: RunFolder, log: structlog.stdlib.BoundLogger) -> None:
         self._log = log
         self._lines = MetricLines(run.metrics)
-        self._others: dict[str, Tracker] = {}
-        for name in dict.fromkeys(recipe.track):
-            if name == "jsonl":
-                continue
+        names = [name for name in dict.fromkeys(recipe.track) if name != "jsonl"]
+        self._waiting: queue.Queue[Mapping[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        self._dropped = 0
+        for name in names:
             package, extra = _PACKAGES[name]
             if importlib.util.find_spec(package) is None:
                 raise UsageError(
@@ -54,24 +62,47 @@ class Trackers:
                     expected="it installed",
                     remedy=f"Install it (pip install 'rlmq[{extra}]'), or take {name} out of track",
                 )
-            with self._harmless(name):
-                self._others[name] = (
-                    WandbTracker(recipe, run) if name == "wandb" else TensorBoardTracker(run.path / "tensorboard")
-                )
+        self._thread: threading.Thread | None = None
+        if names:
+            self._thread = threading.Thread(target=self._serve, args=(names, recipe, run), daemon=True)
+            self._thread.start()
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Store one line everywhere. A step that is logged again replaces its line and all later ones."""
         self._lines.log(line)
-        for name, tracker in list(self._others.items()):
-            with self._harmless(name):
-                tracker.log(line)
+        if self._thread is not None:
+            try:
+                self._waiting.put_nowait(dict(line))
+            except queue.Full:
+                self._dropped += 1
 
-    def close(self) -> None:
-        """Close all; a tracker that fails is only named in the log."""
-        for name, tracker in self._others.items():
+    def close(self, within_s: float = _CLOSE_S) -> None:
+        """Close all; a tracker that fails, or does not end in time, is only named in the log."""
+        if self._thread is None:
+            return
+        deadline = time.monotonic() + within_s
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=within_s)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._dropped or self._thread.is_alive():
+            self._log.warning("tracker.behind", lines_dropped=self._dropped, ended=not self._thread.is_alive())
+        self._thread = None
+
+    def _serve(self, names: Sequence[str], recipe: Recipe, run: RunFolder) -> None:
+        """On the thread of the trackers: make them, and hand them each line until the end."""
+        trackers: dict[str, Tracker] = {}
+        for name in names:
+            with self._harmless(name):
+                trackers[name] = (
+                    WandbTracker(recipe, run) if name == "wandb" else TensorBoardTracker(run.path / "tensorboard")
+                )
+        while (line := self._waiting.get()) is not None:
+            for name, tracker in trackers.items():
+                with self._harmless(name):
+                    tracker.log(line)
+        for name, tracker in trackers.items():
             with self._harmless(name):
                 tracker.close()
-        self._others.clear()
 
     @contextlib.contextmanager
     def _harmless(self, name: str) -> Iterator[None]:

@@ -151,3 +151,25 @@ def test_a_process_that_is_killed_while_it_starts_is_replaced(cli: Any, undistur
     # then the run ends well, with the undisturbed run's weights
     assert process.returncode == 0, out[-3000:] + err[-3000:]
     assert weights(cli.newest_run(name), 6) == undisturbed
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_nothing_is_thrown_away(cli: Any) -> None:
+    # given a finished run whose newest checkpoint was damaged since
+    assert cli.run("up", cli.tiny, "train.steps=4", "run.name=rot", "checkpoint.every_steps=2").code == 0
+    run = cli.newest_run("rot")
+    file = run / "checkpoints" / "step-000004" / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1000])
+    log = (run / "batch_log.jsonl").read_bytes()
+    # when it goes on, then it is refused, the step is named, and the batch log is as it was
+    more = ["train.steps=6", "run.name=rot", "checkpoint.every_steps=2"]
+    refused = cli.run("up", cli.tiny, *more)
+    assert refused.code == 6, refused.text
+    assert "expected that of step 4" in refused.text
+    assert "Traceback" not in refused.text
+    assert (run / "batch_log.jsonl").read_bytes() == log
+    # when the file is restored, then it goes on
+    file.write_bytes(whole)
+    again = cli.run("up", cli.tiny, *more)
+    assert again.code == 0, again.text
+    assert [line["step"] for line in cli.metrics("rot")] == [1, 2, 3, 4, 5, 6]

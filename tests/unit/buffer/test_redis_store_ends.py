@@ -115,8 +115,10 @@ def test_trained_rows_are_held_until_a_checkpoint_covers_their_step(bench):
         store.finish(bench.take(store, "end", 2), "trained", step=step)
     store.ack(bench.take(store, "recorder", 4))
     assert len(bench.key_names("chunk:")) == 2
+    assert store.counts("train").durable == -1
     store.advance(4)
     store.advance(4)
+    assert store.counts("train").durable == 4
     assert len(bench.key_names("chunk:")) == 1
     assert store.read("train", [RowRange("p.1", 0, 2)], ["z"])["z"].to_pylist() == [100.0, 101.0]
     store.advance(9)

@@ -158,3 +158,32 @@ def test_nested_numbers_get_flat_names() -> None:
     flat = flat_figures({"kind": "eval", "step": 3, "reward_mean": None, "sets": {"a": {"reward_mean": 0.5}}})
 
     assert flat == {"step": 3.0, "sets/a/reward_mean": 0.5}
+
+
+def test_a_tracker_that_hangs_holds_nobody_up_and_is_named(tmp_path: Path) -> None:
+    """Fault 34: a package `tensorboard` whose writer never returns is put first on the path."""
+    package = tmp_path / "site" / "tensorboard"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "summary.py").write_text("import threading\ndef Writer(path): threading.Event().wait()\n")
+    program = (
+        "import io, pathlib, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_trackers import line, lines, open_trackers\n"
+        f"folder, stream = pathlib.Path({str(tmp_path)!r}), io.StringIO()\n"
+        "trackers = open_trackers(folder, 'jsonl', 'tensorboard', stream=stream)\n"
+        "for step in range(1200): trackers.log(line('train', step))\n"
+        "trackers.close(within_s=0.5)\n"
+        "print(len(lines(folder)), stream.getvalue().count('tracker.behind'))\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"},
+    )
+
+    assert done.stdout.split() == ["1200", "1"]
