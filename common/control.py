@@ -11,6 +11,9 @@ from typing import Literal
 
 import msgspec
 
+OBEYED = "control"
+"""Name of the controller's note of what operators ordered: phase, settings, and up to which order."""
+
 Verb = Literal["pause", "resume", "drain", "stop", "set"]
 
 ELASTIC = frozenset({"rollout", "reward", "reference"})

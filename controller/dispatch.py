@@ -15,7 +15,7 @@ import structlog
 
 from rlmq.common.bus import ControllerBus
 from rlmq.common.calls import Call, CallRecord, CallResult, Calls
-from rlmq.common.control import ELASTIC, Snapshot
+from rlmq.common.control import ELASTIC, OBEYED, Snapshot
 from rlmq.common.errors import DeadlineExceeded, ExitCode, Fenced, RlmqError, Terminated
 from rlmq.common.messages import CallBell, DesiredBell, Done, Goodbye, Heartbeat, Ordered, Report
 from rlmq.common.recipe.schema import Recipe
@@ -27,7 +27,6 @@ from rlmq.controller.restarts import FATAL
 
 EPOCH_LEASE_S = 10.0
 OPEN_STEP = "open_step"
-_WISHES = "control"
 
 _POLL_S = 1.0
 """A lost report delays a result by at most this."""
@@ -93,7 +92,7 @@ class Dispatch:
 
     def _began(self, recipe: Recipe) -> None:
         workers = recipe.workers()
-        wishes = self._calls.noted(_WISHES) or {}
+        wishes = self._calls.noted(OBEYED) or {}
         settings = {
             key: [(int(step), str(v)) for step, v in one] for key, one in wishes.get("settings", {}).items()
         }
@@ -294,7 +293,7 @@ class Dispatch:
             for desired in self.state.desired.values():
                 self._calls.want(desired)
             if self._kept:
-                self._calls.note(_WISHES, self._kept, epoch=self.epoch)
+                self._calls.note(OBEYED, self._kept, epoch=self.epoch)
 
     # -- the plan ------------------------------------------------------------------------------------------------
 
@@ -333,7 +332,7 @@ class Dispatch:
                 self.bus.ring(desired.role, DesiredBell(desired))
             case events.Keep():
                 self._kept = {"phase": command.phase, "orders": command.orders, "settings": command.settings}
-                self._calls.note(_WISHES, self._kept, epoch=self.epoch)
+                self._calls.note(OBEYED, self._kept, epoch=self.epoch)
             case events.Lost(role=role, rank=rank, silent_s=silent_s):
                 self._log.warning("worker lost", worker=f"{role}-{rank}", silent_s=silent_s)
             case events.Refuse(why=why):

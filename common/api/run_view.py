@@ -16,7 +16,7 @@ import redis
 from rlmq.buffer.redis_calls import RedisCalls
 from rlmq.buffer.store import Lease, Table, TableCounts, Waiting
 from rlmq.cli_buffer import buffer_of
-from rlmq.common.control import Death, Order, Snapshot
+from rlmq.common.control import OBEYED, Death, Order, Snapshot
 from rlmq.common.errors import RlmqError
 from rlmq.common.recipe.load import load_recipe
 from rlmq.common.run_folder import RunFolder
@@ -28,7 +28,6 @@ from rlmq.controller.records import read_deaths, read_snapshot, supervisor_of
 from rlmq.controller.runs import find_run, read_summary
 
 _PING_S = 1.0
-_OBEYED = "control"  # the controller's note of what operators wanted, up to which order
 _SILENT = ("gone", "stopped")
 
 
@@ -139,7 +138,7 @@ def _stored(run: RunFolder, known: Mapping[str, tuple[int, float]]) -> Stored:
 def _open_orders(url: str, run: RunFolder) -> Sequence[Order]:
     calls = RedisCalls(url, run_id=run.run_id, retry_s=_PING_S)
     try:
-        obeyed = calls.noted(_OBEYED) or {}
+        obeyed = calls.noted(OBEYED) or {}
         return calls.orders(int(obeyed.get("orders", 0)))
     finally:
         calls.close()
