@@ -294,8 +294,9 @@ def _starting(evidence: Evidence, missing: Sequence[str]) -> Answer:
 def _guilt(evidence: Evidence, one: Suspect) -> tuple[bool, bool, bool, float]:
     """Who of several is waited for: still, not asleep for something itself, computing, still for the longest."""
     member, state = evidence.member(one.name), evidence.processes.get(one.name)
-    waits = member is not None and bool(member.wait)
-    return one.still_s >= STILL_S, not waits, state is not None and _computes(state), one.still_s
+    computes = state is not None and _computes(state)
+    asleep = member is not None and bool(member.wait) and not computes
+    return one.still_s >= STILL_S, not asleep, computes, one.still_s
 
 
 # -- words -------------------------------------------------------------------------------------------------------

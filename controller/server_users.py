@@ -15,6 +15,7 @@ from rlmq.common.run_folder import RunFolder
 
 RUN_USER = "rlmq"
 FILE = "users.acl"  # in the server's folder
+_LOOKS = ("+scan", "+strlen")  # `rlmq buffer --verify`, of a server that holds this run alone
 _PASSWORD = re.compile(r"^user (\w+) on >([0-9a-f]{32,}) ", re.MULTILINE)
 
 
@@ -36,7 +37,7 @@ class ServerUsers:
         path = run.server / FILE
         known = dict(_PASSWORD.findall(path.read_text())) if path.is_file() else {}
         users = cls(known.get(RUN_USER) or secrets.token_hex(32), known.get("default") or secrets.token_hex(32))
-        rules = " ".join([*acl_rules(run.run_id), "+function|load", "+ping"])
+        rules = " ".join([*acl_rules(run.run_id), "+function|load", "+ping", *_LOOKS])
         lines = f"user default on >{users.administrator} ~* &* +@all\nuser {RUN_USER} on >{users.run} {rules}\n"
         write_private(path, lines.encode())
         return users

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import tempfile
 import time
@@ -17,6 +18,7 @@ from rlmq.common.calls import CallResult
 from rlmq.common.curve import Keys
 from rlmq.common.endpoints import Endpoints
 from rlmq.common.errors import DependencyError, UsageError
+from rlmq.common.logs import configure
 from rlmq.common.messages import Beat, Done, Doorbell, Goodbye, Heartbeat, Ordered, Report
 from rlmq.common.recipe.load import load_recipe
 from rlmq.common.recipe.schema import ControlBlock
@@ -42,6 +44,14 @@ def keys(run: RunFolder) -> Keys:
 @pytest.fixture
 def control(keys: Keys) -> ControlBlock:
     return ControlBlock(address=f"tcp://127.0.0.1:{free_port()}", keys=str(keys.folder))
+
+
+@pytest.fixture
+def said() -> io.StringIO:
+    """What the process's log says."""
+    stream = io.StringIO()
+    configure("controller", 0, stream=stream)
+    return stream
 
 
 def free_port() -> int:
@@ -183,13 +193,12 @@ def test_an_address_that_others_reach_needs_keys(tmp_path: Path, host: str) -> N
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1"])
-def test_loopback_needs_no_keys_and_says_so(run: RunFolder, host: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loopback_needs_no_keys_and_says_so(run: RunFolder, host: str, said: io.StringIO) -> None:
     control = ControlBlock(address=f"tcp://{host}:{free_port()}")
     heard: list[Doorbell] = []
     with controller(run, control) as bus, worker(run, control, heard):
         wait_until(lambda: Beat(3) in heard and bool(bus.reports()))
-    out = capfd.readouterr()
-    assert "no keys" in out.out + out.err
+    assert "no keys" in said.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -217,7 +226,7 @@ def test_a_known_key_comes_in(run: RunFolder, control: ControlBlock, tcp: bool) 
 
 @pytest.mark.timeout(60)
 def test_a_key_that_the_controller_does_not_know_is_refused_on_both_sides(
-    run: RunFolder, control: ControlBlock, keys: Keys, capfd: pytest.CaptureFixture[str]
+    run: RunFolder, control: ControlBlock, keys: Keys, said: io.StringIO
 ) -> None:
     # given a controller whose allow-list has another key of the role
     theirs = Keys(run.path / "theirs")
@@ -231,9 +240,8 @@ def test_a_key_that_the_controller_does_not_know_is_refused_on_both_sides(
         assert str(theirs.file("reward")) in failure(refused)
         wait_until(lambda: bus.refusals.counts.get("key", 0) >= 1)
         assert not bus.reports()
-    out = "".join(capfd.readouterr())
-    assert "127.0.0.1" in out
-    assert theirs.public("reward").decode() in out
+    assert "127.0.0.1" in said.getvalue()
+    assert theirs.public("reward").decode() in said.getvalue()
 
 
 @pytest.mark.timeout(60)

@@ -187,6 +187,23 @@ CASES = [
         ("actor-1 works on call 7/3/actor.train",),
     ),
     Case(
+        "one who says that it sleeps, and computes",
+        {
+            "snapshot": snapshot(
+                member("actor-0", "syncing", still_s=60.0, call="7/sync/actor.send_weights"),
+                member("rollout-0", still_s=60.0, wait="rows of stage rollout", wait_s=60.0),
+                waits=(
+                    wait("call 7/sync/actor.send_weights", "actor-0", since_s=60.0),
+                    wait("call 7/sync/rollout.receive_weights", "rollout-0", since_s=60.0),
+                ),
+            ),
+            "processes": alive() | {"rollout-0": ProcessState(42, "runs", busy=1.0)},
+        },
+        "still",
+        "rollout-0",
+        ("rollout-0", "process 42 computes"),
+    ),
+    Case(
         "who is called waits for rows that another one holds",
         {
             "snapshot": snapshot(
