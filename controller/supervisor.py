@@ -291,8 +291,8 @@ class Supervisor:
         return None
 
     def _start_again(self, process: Supervised) -> None:
-        if process.left and not self._history.goes_on:
-            process.start_at_s = None
+        if process.left and not self._history.goes_on:  # yet: the next controller may want it
+            process.start_at_s = time.monotonic() + _LEFT_S
             return
         spent, limit = len(process.budget.spent), process.budget.limit
         process.start("it had left" if process.left else f"restart {spent} of {limit}")

@@ -506,6 +506,29 @@ def test_a_worker_that_left_because_the_run_ends_is_not_started_again(run: RunFo
     assert len(deaths(run, "reward-0", "started")) == 1
 
 
+def test_a_worker_that_was_dismissed_is_started_again_for_the_next_controller(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    # given a controller that dies when it has told its workers to stop, and a worker that has stopped
+    back, killed = tmp_path / "back", tmp_path / "killed"
+    worker = dies_until(tmp_path / "n", 1, "sys.exit(0)", f"open({str(back)!r}, 'w'); time.sleep(60)")
+    first = "time.sleep(4); os.kill(os.getpid(), signal.SIGKILL)"
+    controller = dies_until(
+        killed, 1, first, f"[time.sleep(0.05) for _ in range(1200) if not os.path.exists({str(back)!r})]"
+    )
+
+    # when the next one wants it
+    outcome, _ = supervise(
+        run,
+        program("controller", controller),
+        program("reward", worker),
+        tick=lambda s: show(run, s, phase="run" if len(deaths(run, "controller-0", "started")) > 1 else "stop"),
+    )
+
+    assert outcome == Outcome(0)
+    assert len(deaths(run, "reward-0", "started")) == 2
+
+
 def test_a_controller_that_is_stopped_for_good_is_replaced(run: RunFolder, tmp_path: Path) -> None:
     code = dies_until(tmp_path / "n", 1, "os.kill(os.getpid(), signal.SIGSTOP)", "sys.exit(0)")
     supervisor = Supervisor(run, [program("controller", code)], silence_s=-59.0, patience=PATIENCE)
