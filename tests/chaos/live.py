@@ -51,12 +51,16 @@ class Seen:
     epoch: int
     worker: Mapping[str, Heard]
     pid: Mapping[str, int]
+    evaluating: bool = False
 
     def activity(self, name: str) -> str:
         """What a worker does; for the controller and the server, what goes on in the run as a whole."""
         if name in self.worker:
             return self.worker[name].activity
-        return busiest(heard.activity for heard in self.worker.values()) if name in (CONTROLLER, SERVER) else ""
+        if name not in (CONTROLLER, SERVER):
+            return ""
+        told = [heard.activity for heard in self.worker.values()]
+        return busiest([*told, "evaluating"] if self.evaluating else told)
 
     def ready(self, name: str) -> bool:
         """Whether the worker takes work."""
@@ -75,7 +79,13 @@ class ControlLog:
     def __init__(self) -> None:
         self.step = self.epoch = 0
         self.heard: dict[str, list[Heard]] = {}
+        self._evaluations: list[tuple[float, bool]] = [(0.0, False)]
         self._at_byte = 0
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether the loop evaluates now: from its call for the rows until its next call for something else."""
+        return self._evaluations[-1][1]
 
     def follow(self, path: Path) -> None:
         """Read what is new."""
@@ -91,6 +101,8 @@ class ControlLog:
         event = line["event"]
         self.epoch = max(self.epoch, line["epoch"])
         self.step = max(self.step, event.get("step", 0) if event["type"] in ("began", "opened") else 0)
+        if event["type"] == "asked":
+            self._evaluations.append((event["at"], event["method"] in ("admit_eval", "evaluate")))
         if event["type"] == "heard":
             told = Heard(
                 event["at"], event["incarnation"], event.get("activity", "idle"), event.get("ready", False)
@@ -101,7 +113,9 @@ class ControlLog:
         """What a worker did at this time; for others, what went on in the run."""
         if name in self.heard:
             return next((h.activity for h in reversed(self.heard[name]) if h.at <= unix_s), "")
-        return busiest(self.at(worker, unix_s) for worker in self.heard)
+        told = [self.at(worker, unix_s) for worker in self.heard]
+        evaluating = next(on for at, on in reversed(self._evaluations) if at <= unix_s)
+        return busiest([*told, "evaluating"] if evaluating else told)
 
 
 @dataclass
@@ -174,7 +188,8 @@ class LiveRun:
             self.log.follow(self.path / "control_log.jsonl")
         newest = {name: told[-1] for name, told in self.log.heard.items()}
         living = {name: told for name, told in newest.items() if name in began and told.at >= began[name][1]}
-        return Seen(self.log.step, self.log.epoch, living, {name: pid for name, (pid, _) in began.items()})
+        pids = {name: pid for name, (pid, _) in began.items()}
+        return Seen(self.log.step, self.log.epoch, living, pids, self.log.evaluating)
 
     def progress(self) -> tuple[int, ...]:
         """Another value whenever the run got further: its log, metrics, recording, checkpoints, finished work."""
