@@ -27,7 +27,7 @@ SLOW_REWARD = "reward=" + json.dumps(
 )
 """An override: scoring takes long enough to be met by a fault."""
 
-SERVER, CONTROLLER = "redis-0", "controller-0"
+SERVER, CONTROLLER, RECORDER = "redis-0", "controller-0", "recorder-0"
 _LOOK_S = 0.25
 _SHORT_FIRST = ("checkpointing", "syncing", "evaluating", "scoring", "training", "generating")
 """Which of several activities names the moment: the one that is met most seldom."""
@@ -54,9 +54,12 @@ class Seen:
     evaluating: bool = False
 
     def activity(self, name: str) -> str:
-        """What a worker does; for the controller and the server, what goes on in the run as a whole."""
+        """What a worker does; for the controller and the server, what goes on in the run as a whole.
+
+        The recorder is said to evaluate as long as the loop does: it tells so only for the instant of the sums.
+        """
         if name in self.worker:
-            return self.worker[name].activity
+            return "evaluating" if name == RECORDER and self.evaluating else self.worker[name].activity
         if name not in (CONTROLLER, SERVER):
             return ""
         told = [heard.activity for heard in self.worker.values()]
@@ -111,10 +114,11 @@ class ControlLog:
 
     def at(self, name: str, unix_s: float) -> str:
         """What a worker did at this time; for others, what went on in the run."""
-        if name in self.heard:
-            return next((h.activity for h in reversed(self.heard[name]) if h.at <= unix_s), "")
-        told = [self.at(worker, unix_s) for worker in self.heard]
         evaluating = next(on for at, on in reversed(self._evaluations) if at <= unix_s)
+        if name in self.heard:
+            told_by = next((h.activity for h in reversed(self.heard[name]) if h.at <= unix_s), "")
+            return "evaluating" if name == RECORDER and evaluating else told_by
+        told = [self.at(worker, unix_s) for worker in self.heard]
         return busiest([*told, "evaluating"] if evaluating else told)
 
 
