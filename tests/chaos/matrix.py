@@ -37,7 +37,7 @@ CELLS = {
     "recorder": ("evaluating", "idle"),
 }
 FAULTS = ("kill -9", "stop")
-_RECOVERY_S, _RUNS, _RUN_S = 120.0, 6, 600.0
+_RECOVERY_S, _RUNS, _RUN_S = 120.0, 14, 600.0
 
 
 @dataclass(frozen=True)
