@@ -29,7 +29,7 @@ test: lint types
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 faults: setup
-	$(PY) -m pytest tests/faults -n 2 -m '' -rP $(ARGS)
+	$(PY) -m pytest tests/faults -n 2 -m '' -rP -o faulthandler_timeout=1300 $(ARGS)
 
 chaos: setup
 	PYTHONPATH=tests $(PY) -m chaos.chaos $(ARGS)

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from rlmq.common.algorithms import algorithm_of
-from rlmq.common.algorithms.algorithm import Algorithm, RewardedBatch
+from rlmq.common.algorithms.algorithm import Algorithm, ScoredBatch
 from rlmq.common.engines.generation import Generated, Request, Sampling
 from rlmq.common.engines.hf import HfEngine
 from rlmq.common.engines.micro_batches import build_micro_batch, plan_micro_batches
@@ -150,7 +151,8 @@ def _update(
 ) -> None:
     groups = [g.id.rsplit("-", 1)[0] for g in generated]
     lengths = [len(g.token_ids) for g in generated]
-    advantages = algorithm.advantages(RewardedBatch(scores, groups, np.array(lengths)))
+    masks = [np.ones(n, dtype=np.bool_) for n in lengths]
+    advantages = algorithm.estimate(ScoredBatch(scores, groups, masks)).advantages
     shapes = [(len(p.ids), n) for p, n in zip(members, lengths, strict=True)]
     [plan] = plan_micro_batches(shapes, recipe.train.micro_batch_tokens, 1)
     for rows in plan:
@@ -160,11 +162,11 @@ def _update(
             None,
             {
                 "rollout_logprobs": [generated[i].logprobs for i in rows],
-                "advantages": [[float(advantages[i])] * lengths[i] for i in rows],
+                "advantages": [advantages[i].tolist() for i in rows],
             },
             pad_id=pad,
         )
-        trainer.accumulate(micro, algorithm.loss)
+        trainer.accumulate(micro, partial(algorithm.loss, state={}))
     trainer.step(algorithm.denominators(lengths))
 
 

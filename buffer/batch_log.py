@@ -32,7 +32,8 @@ class BatchEntry(msgspec.Struct, frozen=True):
 
     `rows` are sample ids in training order; `ranges` say where the store holds them, in claim order.
     `updates` are its optimizer steps (passes times mini-batches). `policy_version` is the version that the
-    step makes; `behaviour_versions` are the least and greatest version that generated its tokens.
+    step makes; `behaviour_versions` are the least and greatest version that generated its tokens. `state` is what
+    the algorithm carries to the next step, `figures` what it tells of this one; `critic_updates` are the critic's.
     """
 
     step: int
@@ -42,6 +43,9 @@ class BatchEntry(msgspec.Struct, frozen=True):
     updates: tuple[Update, ...]
     behaviour_versions: tuple[int, int]
     seed: int
+    state: dict[str, float] = {}
+    figures: dict[str, float] = {}
+    critic_updates: tuple[Update, ...] = ()
 
 
 class BatchLog(Protocol):

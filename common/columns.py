@@ -7,7 +7,7 @@ in the type that a reward function happened to return are a known source of wron
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -43,7 +43,6 @@ ROLLOUT_COLUMNS: tuple[Column, ...] = (
     Column("truncated", pa.bool_(), "rollout"),  # ended by the length limit, not by EOS or a stop
 )
 REFERENCE_COLUMNS: tuple[Column, ...] = (Column("ref_logprobs", _FLOATS, "reference"),)
-ACTOR_COLUMNS: tuple[Column, ...] = (Column("advantages", _FLOATS, "actor"),)
 
 
 def reward_columns(names: Iterable[str]) -> tuple[Column, ...]:
@@ -52,15 +51,20 @@ def reward_columns(names: Iterable[str]) -> tuple[Column, ...]:
     return (Column("reward", pa.float64(), "reward"), *parts)
 
 
-def sample_columns(reward_names: Sequence[str], *, reference: bool) -> tuple[Column, ...]:
-    """All columns of a sample table, in the order in which a sample collects them."""
-    return (
-        PROMPT_COLUMNS
-        + ROLLOUT_COLUMNS
-        + reward_columns(reward_names)
-        + (REFERENCE_COLUMNS if reference else ())
-        + ACTOR_COLUMNS
-    )
+def critic_columns(names: Iterable[str]) -> tuple[Column, ...]:
+    """One value per response token for each head of the critic: `values`, `cost_values`."""
+    return tuple(Column(name, _FLOATS, "critic") for name in names)
+
+
+def actor_columns(critics: Iterable[str] = ()) -> tuple[Column, ...]:
+    """`advantages`, and for each head of the critic what it shall learn: `returns`, `cost_returns`."""
+    returns = tuple(Column(returns_column(name), _FLOATS, "actor") for name in critics)
+    return (Column("advantages", _FLOATS, "actor"), *returns)
+
+
+def returns_column(critic: str) -> str:
+    """`values` -> `returns`, `cost_values` -> `cost_returns`."""
+    return critic.removesuffix("values") + "returns"
 
 
 def arrow_schema(columns: Iterable[Column]) -> pa.Schema:

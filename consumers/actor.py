@@ -191,7 +191,7 @@ class ActorRole:
         claim = self._claim_all(step)
         if claim is None:
             return None
-        batch = read_batch(claim.rows, self._algorithm)
+        batch = read_batch(claim.rows, self._algorithm, self._log.state_before(step))
         entry = plan_step(
             batch,
             claim.ranges,
@@ -201,7 +201,7 @@ class ActorRole:
             world_size=self._mesh.size,
         )
         try:  # before the log, since a redo of the step does not write them
-            self._store.write(claim, batch.advantage_column())
+            self._store.write(claim, batch.actor_columns())
         except Fenced as error:
             self._context.log.warning("actor.lease_lost", step=step, error=str(error))
             return self._form(step)
@@ -264,7 +264,7 @@ class ActorRole:
         """The rows of a logged step; their payload is held until a checkpoint covers them."""
         rows = self._store.read(TRAIN, ranges_of(entry), self._columns())
         whole = not any(column.null_count for column in rows.columns)
-        batch = read_batch(rows, self._algorithm) if whole else None
+        batch = read_batch(rows, self._algorithm, self._log.state_before(entry.step)) if whole else None
         if batch is None or tuple(batch.ids) != entry.rows:
             raise IntegrityError(
                 f"rows of step {entry.step}",
@@ -275,19 +275,14 @@ class ActorRole:
         return batch
 
     def _columns(self) -> tuple[str, ...]:
-        return batch_columns(reference=self._algorithm.needs_reference)
+        return batch_columns(self._algorithm)
 
     def _micro_batches(self, batch: Batch, update: Update) -> list[MicroBatch]:
         """This rank's share of an update as rectangles."""
         return [self._rectangle(batch, rows) for rows in update.micro_batches[self._context.rank]]
 
     def _rectangle(self, batch: Batch, rows: Sequence[int]) -> MicroBatch:
-        columns = {
-            "rollout_logprobs": [batch.rollout_logprobs[i] for i in rows],
-            "advantages": [[float(batch.advantages[i])] * len(batch.responses[i]) for i in rows],
-        }
-        if batch.ref_logprobs is not None:
-            columns["ref_logprobs"] = [batch.ref_logprobs[i] for i in rows]
+        columns = {name: [values[i] for i in rows] for name, values in batch.ragged().items()}
         return build_micro_batch(
             [batch.prompts[i] for i in rows],
             [batch.responses[i] for i in rows],
@@ -311,11 +306,12 @@ class ActorRole:
         """All optimizer steps of the entry; metric sums per update over all ranks."""
         parts: list[dict[str, float]] = []
         stats: list[StepStats] = []
+        loss = partial(self._algorithm.loss, state=entry.state)
         for update, micro_batches in zip(entry.updates, updates, strict=True):
             sums = []
             for micro in micro_batches:
                 raise_if_stopping(self._context)
-                sums.append(self._engine.accumulate(micro, self._algorithm.loss))
+                sums.append(self._engine.accumulate(micro, loss))
                 self._context.progress()
             self._saved.before_change()
             self._whole = False
@@ -341,6 +337,7 @@ class ActorRole:
         policy = {k: float(np.mean([p[k] for p in parts])) for k in parts[0] if k not in tokens}
         return {
             **policy,
+            **entry.figures,
             "reward_mean": float(batch.rewards.mean()),
             "reward_std": float(batch.rewards.std()),
             "samples": len(batch.ids),

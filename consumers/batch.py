@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from rlmq.buffer.batch_log import BatchEntry, LoggedRange, Update
 from rlmq.buffer.store import RowRange
-from rlmq.common.algorithms.algorithm import Algorithm, Floats, RewardedBatch
-from rlmq.common.columns import ACTOR_COLUMNS, arrow_schema
+from rlmq.common.algorithms.algorithm import Algorithm, Estimates, Floats, ScoredBatch
+from rlmq.common.columns import actor_columns, arrow_schema, returns_column
 from rlmq.common.engines.micro_batches import plan_micro_batches
 from rlmq.common.recipe.schema import Recipe
 
@@ -35,7 +35,8 @@ COLUMNS = (
 class Batch:
     """Rows in training order (by sample id), whatever order they were claimed in.
 
-    `order[i]` is the claimed index of row i. Ragged lists have one entry per response token.
+    `order[i]` is the claimed index of row i. Ragged lists have one entry per response token; `columns` are those
+    that the algorithm needs beside the others.
     """
 
     order: NDArray[np.int64]
@@ -45,52 +46,66 @@ class Batch:
     responses: list[list[int]]
     loss_masks: list[list[bool]]
     rollout_logprobs: list[list[float]]
-    ref_logprobs: list[list[float]] | None
+    columns: Mapping[str, list[Any]]
     versions: list[list[int]]
     truncated: NDArray[np.bool_]
     rewards: Floats
-    advantages: Floats
+    estimates: Estimates
 
     @property
     def counted(self) -> NDArray[np.int64]:
         """Response tokens that count in the loss [rows]."""
         return np.array([sum(mask) for mask in self.loss_masks], dtype=np.int64)
 
-    def advantage_column(self) -> pa.RecordBatch:
-        """The actor's columns in claimed order: the row's advantage at each of its tokens."""
-        by_claim: list[list[float]] = [[] for _ in self.ids]
-        for row, claimed in enumerate(self.order):
-            by_claim[claimed] = [float(self.advantages[row])] * len(self.responses[row])
-        return pa.RecordBatch.from_pydict({"advantages": by_claim}, schema=arrow_schema(ACTOR_COLUMNS))
+    def ragged(self) -> dict[str, Sequence[Any]]:
+        """Numbers per response token, by column: what a loss may read."""
+        extra = {name: values for name, values in self.columns.items() if isinstance(values[0], list)}
+        return {"rollout_logprobs": self.rollout_logprobs, "advantages": self.estimates.advantages, **extra}
+
+    def actor_columns(self) -> pa.RecordBatch:
+        """The actor's columns in claimed order: advantages, and what the critic shall learn."""
+        made = {"advantages": self.estimates.advantages}
+        made |= {returns_column(name): values for name, values in self.estimates.returns.items()}
+        by_claim = np.argsort(self.order)
+        schema = arrow_schema(actor_columns(self.estimates.returns))
+        found = {name: [values[row].tolist() for row in by_claim] for name, values in made.items()}
+        return pa.RecordBatch.from_pydict(found, schema=schema)
 
 
-def batch_columns(*, reference: bool) -> tuple[str, ...]:
-    """Columns that the actor reads."""
-    return (*COLUMNS, "ref_logprobs") if reference else COLUMNS
+def batch_columns(algorithm: Algorithm) -> tuple[str, ...]:
+    """Columns that a trainer reads."""
+    return (*COLUMNS, *(name for name in algorithm.needs if name not in COLUMNS))
 
 
-def read_batch(rows: pa.RecordBatch, algorithm: Algorithm) -> Batch:
-    """Sort the claimed rows by sample id and compute their advantages."""
+def read_batch(rows: pa.RecordBatch, algorithm: Algorithm, state: Mapping[str, float]) -> Batch:
+    """Sort rows by sample id and compute their advantages; `state` is the algorithm's after the step before."""
     data: dict[str, list[Any]] = rows.to_pydict()
     order = np.argsort(np.array(data["sample_id"]), kind="stable")
-    sorted_data = {name: [values[i] for i in order] for name, values in data.items()}
-    rewards = np.array(sorted_data["reward"], dtype=np.float64)
-    lengths = np.array([sum(mask) for mask in sorted_data["loss_mask"]], dtype=np.int64)
-    advantages = algorithm.advantages(RewardedBatch(rewards, sorted_data["group_id"], lengths))
+    found = {name: [values[i] for i in order] for name, values in data.items()}
+    rewards = np.array(found["reward"], dtype=np.float64)
+    masks = [np.array(mask, dtype=np.bool_) for mask in found["loss_mask"]]
+    extra = {name: found[name] for name in batch_columns(algorithm) if name not in COLUMNS}
+    scored = {name: _arrays(extra.get(name, found.get(name, []))) for name in (*extra, "rollout_logprobs")}
+    estimates = algorithm.estimate(ScoredBatch(rewards, found["group_id"], masks, scored, state))
     return Batch(
         order=order,
-        ids=sorted_data["sample_id"],
-        groups=sorted_data["group_id"],
-        prompts=sorted_data["prompt_ids"],
-        responses=sorted_data["response_ids"],
-        loss_masks=sorted_data["loss_mask"],
-        rollout_logprobs=sorted_data["rollout_logprobs"],
-        ref_logprobs=sorted_data.get("ref_logprobs"),
-        versions=sorted_data["policy_versions"],
-        truncated=np.array(sorted_data["truncated"], dtype=bool),
+        ids=found["sample_id"],
+        groups=found["group_id"],
+        prompts=found["prompt_ids"],
+        responses=found["response_ids"],
+        loss_masks=found["loss_mask"],
+        rollout_logprobs=found["rollout_logprobs"],
+        columns=extra,
+        versions=found["policy_versions"],
+        truncated=np.array(found["truncated"], dtype=bool),
         rewards=rewards,
-        advantages=advantages,
+        estimates=estimates,
     )
+
+
+def _arrays(values: list[Any]) -> Sequence[Any]:
+    """Numbers per token as float64 arrays; one value a row stays as it is."""
+    return [np.array(one, dtype=np.float64) if isinstance(one, list) else one for one in values]
 
 
 def plan_step(
@@ -112,6 +127,8 @@ def plan_step(
         updates=tuple(_updates(batch, step, recipe, algorithm, world_size)),
         behaviour_versions=(min(flat_versions), max(flat_versions)),
         seed=recipe.run.seed,
+        state=dict(batch.estimates.state),
+        figures=dict(batch.estimates.metrics),
     )
 
 

@@ -7,7 +7,7 @@ forced to disk before anybody relies on them, so they never lag behind the serve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 
@@ -52,6 +52,11 @@ class LoggedSteps:
     def find(self, step: int) -> BatchEntry | None:
         """The entry of a step, if it is logged."""
         return next((entry for entry in self._log.entries(step - 1) if entry.step == step), None)
+
+    def state_before(self, step: int) -> Mapping[str, float]:
+        """What the algorithm carries into this step."""
+        before = self.find(step - 1)
+        return before.state if before is not None else {}
 
     def rows(self, after: int, to: int) -> tuple[str, ...]:
         """Ids of the rows of the steps after `after`, up to `to`."""

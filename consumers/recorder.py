@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 
 from rlmq.buffer.store import Claim, ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import EVAL, TRAIN
-from rlmq.common.columns import arrow_schema, sample_columns
+from rlmq.common.columns import arrow_schema
 from rlmq.common.errors import DeadlineExceeded, DependencyError, Fenced
+from rlmq.common.flow import flow_of, sample_columns
 from rlmq.common.metrics import ROWS_ACKED
 from rlmq.common.worker import CallHandler, Role, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
@@ -37,7 +38,7 @@ class RecorderRole(Role):
         self._context = context
         self._store = store
         recipe = context.recipe
-        self._schema = arrow_schema(sample_columns(recipe.reward_names, reference=recipe.uses_reference))
+        self._schema = arrow_schema(sample_columns(flow_of(recipe)))
         self._folder = context.run.samples
 
     def handlers(self) -> Mapping[str, CallHandler]:

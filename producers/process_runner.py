@@ -19,7 +19,7 @@ import msgspec
 from rlmq.common.errors import DeadlineExceeded, DecodeError, UsageError
 from rlmq.common.metrics import REWARD_CALL_FAILURES, REWARD_CALL_SECONDS
 from rlmq.common.processes import describe_exit, end_family, reap
-from rlmq.common.recipe.schema import RewardBlock
+from rlmq.common.recipe.reward_block import RewardBlock
 from rlmq.producers.reward_messages import Connection, Hello, ScoreReply, ScoreRequest, encode_rows
 from rlmq.producers.reward_runner import RewardRow, RewardRunner, Verdicts
 

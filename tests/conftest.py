@@ -13,6 +13,16 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import HealthCheck, Phase, settings
+
+# Machines that run the tests are shared: time decides nothing. Explaining a failure traces every line: minutes.
+settings.register_profile(
+    "rlmq",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+)
+settings.load_profile("rlmq")
 
 pytest_plugins = ["require_all"]
 

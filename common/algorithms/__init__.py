@@ -5,23 +5,31 @@ Importing this package imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlmq.common.algorithms.grpo import Grpo
+from rlmq.common.algorithms import grpo
 from rlmq.common.errors import UsageError
 
 if TYPE_CHECKING:
-    from rlmq.common.algorithms.algorithm import Algorithm
+    from rlmq.common.algorithms.algorithm import Algorithm, Spec
     from rlmq.common.recipe.schema import Recipe
 
-ALGORITHMS: Mapping[str, str] = {
-    "grpo": "Group-relative policy optimisation: the group's mean is the baseline, no critic.",
+ALGORITHMS: Mapping[str, Spec] = {
+    "grpo": grpo.SPEC,
 }
 
-_BUILDERS: Mapping[str, Callable[[Recipe], Algorithm]] = {
-    "grpo": lambda recipe: Grpo(recipe.algorithm, recipe.rollout),
-}
+
+def spec_of(name: str) -> Spec:
+    """The algorithm of this name.
+
+    Raises:
+        UsageError: no such algorithm.
+    """
+    spec = ALGORITHMS.get(name)
+    if spec is None:
+        raise UsageError("algorithm.name", got=name, expected=f"one of {', '.join(ALGORITHMS)}")
+    return spec
 
 
 def algorithm_of(recipe: Recipe) -> Algorithm:
@@ -30,7 +38,4 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
     Raises:
         UsageError: no such algorithm.
     """
-    build = _BUILDERS.get(recipe.algorithm.name)
-    if build is None:
-        raise UsageError("algorithm.name", got=recipe.algorithm.name, expected=f"one of {', '.join(ALGORITHMS)}")
-    return build(recipe)
+    return spec_of(recipe.algorithm.name).build(recipe)

@@ -6,27 +6,66 @@ torch inside their loss only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    import torch
+
     from rlmq.common.engines.training import LossTerms, MicroBatch, PolicyOutput
+    from rlmq.common.recipe.schema import Recipe
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class RewardedBatch:
-    """What advantages are made of, row by row: `rewards` [rows], `groups` [rows] (group ids),
-    `lengths` [rows] (response tokens that count)."""
+class ScoredBatch:
+    """What advantages are made of: the rows of one batch in training order.
+
+    Attributes:
+        rewards: the weighted sum of each row [rows].
+        groups: group id of each row [rows].
+        masks: which response tokens count, per row [tokens].
+        columns: the other columns that the algorithm needs, per row: numbers per token (`rollout_logprobs`,
+            `ref_logprobs`, `values`) as arrays [tokens], or one value a row.
+        state: figures that the algorithm carries from step to step, as the step before left them; {} at first.
+    """
 
     rewards: Floats
     groups: Sequence[str]
-    lengths: NDArray[np.int64]
+    masks: Sequence[NDArray[np.bool_]]
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    state: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Response tokens that count [rows]."""
+        return np.array([int(mask.sum()) for mask in self.masks], dtype=np.int64)
+
+    def whole(self, advantages: Floats) -> list[Floats]:
+        """One number a row [rows] as the same number at each of its tokens, per row [tokens]."""
+        return [np.full(len(mask), value) for mask, value in zip(self.masks, advantages, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What an algorithm makes of a scored batch, per row and response token ([tokens] each).
+
+    Attributes:
+        advantages: of the actor's loss.
+        returns: what each head of the critic shall learn, by the name of the head's column (`values`).
+        state: what the next step's `ScoredBatch.state` will be; it is logged with the batch.
+        metrics: figures of the step (means, not sums).
+    """
+
+    advantages: Sequence[Floats]
+    returns: Mapping[str, Sequence[Floats]] = field(default_factory=dict)
+    state: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Steering(Protocol):
@@ -66,7 +105,11 @@ class Steering(Protocol):
 
 
 class Algorithm(Protocol):
-    """One algorithm, built from the recipe's `algorithm` block."""
+    """One algorithm, built from the recipe's `algorithm` block.
+
+    It is a pure function of its rows: what it carries from step to step is `Estimates.state`, which the batch log
+    keeps.
+    """
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -76,14 +119,47 @@ class Algorithm(Protocol):
     def needs_reference(self) -> bool:
         """Whether a reference policy must score the rows."""
 
-    def advantages(self, batch: RewardedBatch) -> Floats:
-        """One advantage per row [rows]."""
+    @property
+    def critics(self) -> tuple[str, ...]:
+        """Columns that a critic writes, one for each of its heads; () where there is none."""
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether each group has one more member, generated greedily and never trained on."""
+
+    def estimate(self, batch: ScoredBatch) -> Estimates:
+        """Advantages, and what the critic shall learn."""
 
     def denominators(self, lengths: Sequence[int]) -> tuple[float, ...]:
         """Global denominators of the loss for rows with these numbers of counted response tokens."""
 
-    def loss(self, output: PolicyOutput, batch: MicroBatch) -> LossTerms:
-        """The loss as an unnormalised sum, and metric sums."""
+    def loss(self, output: PolicyOutput, batch: MicroBatch, state: Mapping[str, float]) -> LossTerms:
+        """The actor's loss as an unnormalised sum, and metric sums. `state` is what `estimate` returned."""
+
+    def value_loss(self, values: Mapping[str, torch.Tensor], batch: MicroBatch) -> LossTerms:
+        """The critic's loss as an unnormalised sum over counted tokens.
+
+        `values` by head [rows, R]; `batch.columns` has `old_NAME` and `returns_NAME` of each head.
+        """
 
     def loop(self, run: Steering) -> None:
         """The control loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """An algorithm as `rlmq algorithms` lists it.
+
+    Attributes:
+        sentence: what it is, in one line.
+        build: makes it of a recipe.
+        preset: keys of the recipe's `algorithm` block whose defaults are others here.
+        keys: keys of the block that it reads; another value than the default of any other key is refused.
+        online: whether it learns from samples that the policy generates; else from rows that the data bring.
+    """
+
+    sentence: str
+    build: Callable[[Recipe], Algorithm]
+    preset: Mapping[str, Any] = field(default_factory=dict)
+    keys: frozenset[str] = frozenset()
+    online: bool = True

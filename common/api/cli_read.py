@@ -39,8 +39,9 @@ def algorithms_command() -> int:
     """`rlmq algorithms`."""
     from rlmq.common.algorithms import ALGORITHMS
 
-    for name, sentence in ALGORITHMS.items():
-        print(f"{name:8} {sentence}")
+    width = max(map(len, ALGORITHMS))
+    for name, spec in ALGORITHMS.items():
+        print(f"{name:{width}} {spec.sentence}")
     return 0
 
 

@@ -64,23 +64,17 @@ def start_process(
     from rlmq import __version__
     from rlmq.buffer.redis_calls import RedisCalls
     from rlmq.buffer.redis_store import RedisStore
-    from rlmq.buffer.tables import StageOptions, sample_tables
-    from rlmq.common.algorithms import algorithm_of
-    from rlmq.common.columns import fingerprint, sample_columns
+    from rlmq.buffer.tables import sample_tables
+    from rlmq.common.columns import fingerprint
+    from rlmq.common.flow import flow_of, sample_columns
     from rlmq.common.logs import configure
     from rlmq.common.metrics import serve_metrics
     from rlmq.common.recipe.load import code_hash
 
     log = configure(role, index)
-    columns = sample_columns(recipe.reward_names, reference=recipe.uses_reference)
-    tables = sample_tables(
-        columns,
-        actor_needs=algorithm_of(recipe).needs,
-        reference=recipe.uses_reference,
-        capacity_rows=_CAPACITY_ROWS,
-        reward_options=StageOptions(**recipe.stages.reward.model_dump()),
-        reference_options=StageOptions(**recipe.stages.reference.model_dump()),
-    )
+    flow = flow_of(recipe)
+    columns = sample_columns(flow)
+    tables = sample_tables(flow, capacity_rows=_CAPACITY_ROWS)
     store = RedisStore(redis_url, run_id=run.run_id, worker=f"{role}-{index}")
     store.open(tables)
     store.recover()  # what a killed process of this name held is redelivered now, not when its lease is over

@@ -6,20 +6,13 @@ Unknown keys are refused. `rlmq check RECIPE` validates a file; `--dry-run` prin
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-ClipWidth = Annotated[float, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Block(BaseModel):
-    """A block of the recipe: unknown keys are errors, values keep their YAML types."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+from rlmq.common.recipe.algorithm_block import AlgorithmBlock
+from rlmq.common.recipe.block import Beta, Block, PositiveFloat, PositiveInt
+from rlmq.common.recipe.reward_block import RewardBlock
 
 
 class RunBlock(Block):
@@ -40,33 +33,6 @@ class RunBlock(Block):
         if len(name.encode()) > 200:
             raise ValueError("at most 200 bytes")
         return name
-
-
-class AlgorithmBlock(Block):
-    """Group-relative policy optimisation and its knobs."""
-
-    name: Literal["grpo"] = Field(
-        default="grpo", description="Algorithm: one of those that `rlmq algorithms` lists."
-    )
-    group_size: PositiveInt = Field(default=8, description="Samples per prompt.")
-    clip: tuple[ClipWidth, ClipWidth] = Field(
-        default=(0.2, 0.2), description="Clip range of the ratio below and above 1."
-    )
-    kl_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the KL to the reference; 0 starts no reference."
-    )
-    loss_agg: Literal["token_mean", "sequence_mean", "sequence_sum"] = Field(
-        default="token_mean",
-        description="token_mean: one mean over all tokens; sequence_mean: mean over tokens, then over samples; "
-        "sequence_sum: sum over tokens divided by max_response_tokens, then mean over samples.",
-    )
-    std_normalisation: bool = Field(
-        default=True, description="Divide advantages by the group's standard deviation."
-    )
-    std_epsilon: PositiveFloat = Field(default=1.0e-6, description="Added to that standard deviation.")
-    old_logprobs: Literal["trainer", "rollout"] = Field(
-        default="trainer", description="Whose log-probs are the denominator of the ratio."
-    )
 
 
 class DataBlock(Block):
@@ -124,16 +90,6 @@ class RolloutBlock(Block):
         return self
 
 
-class RewardBlock(Block):
-    """One reward function; the reward is the weighted sum of all."""
-
-    function: str = Field(description="file.py:function, looked up beside the recipe; TRL's or verl's signature.")
-    weight: float = Field(default=1.0, description="Weight in the sum.")
-    timeout_s: PositiveFloat = Field(default=10.0, description="Seconds per call; beyond: no verdict.")
-    name: str | None = Field(default=None, description="Name of its column; default: the function's name.")
-    arguments: dict[str, Any] = Field(default_factory=dict, description="Extra keyword arguments of the function.")
-
-
 class TrainBlock(Block):
     """Optimisation."""
 
@@ -173,6 +129,7 @@ class PlacementBlock(Block):
     rollout: RolePlacement = Field(default_factory=RolePlacement, description="Generation workers.")
     reward: RolePlacement = Field(default_factory=RolePlacement, description="Reward workers.")
     reference: RolePlacement = Field(default_factory=RolePlacement, description="Reference workers, if any.")
+    critic: RolePlacement = Field(default_factory=RolePlacement, description="Critic ranks, if any.")
 
 
 class EvaluateBlock(Block):
@@ -302,11 +259,6 @@ class Recipe(Block):
     )
 
     @property
-    def uses_reference(self) -> bool:
-        """Whether a reference role runs."""
-        return self.algorithm.kl_coef > 0
-
-    @property
     def reward_names(self) -> tuple[str, ...]:
         """Column names of the reward functions, unique, in order."""
         names: list[str] = []
@@ -325,14 +277,9 @@ class Recipe(Block):
         return {"eval": sets} if isinstance(sets, str) else dict(sets or {})
 
     def workers(self) -> dict[str, int]:
-        """Processes per role, in starting order."""
-        roles = {
-            "prompts": 1,
-            "rollout": self.placement.rollout.workers,
-            "reward": self.placement.reward.workers,
-            "actor": self.placement.actor.workers,
-            "recorder": 1,
-        }
-        if self.uses_reference:
-            roles["reference"] = self.placement.reference.workers
-        return roles
+        """Processes per role, in starting order: the roles of the flow."""
+        from rlmq.common.flow import flow_of
+
+        roles = dict.fromkeys(node.role for node in flow_of(self))
+        placed = {role: getattr(self.placement, role, None) for role in roles}
+        return {role: one.workers if isinstance(one, RolePlacement) else 1 for role, one in placed.items()}

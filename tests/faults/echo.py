@@ -30,7 +30,7 @@ from rlmq.buffer.batch_log import BatchEntry, LoggedRange, Update
 from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest, RowRange
 from rlmq.buffer.tables import EVAL, TRAIN
-from rlmq.common.columns import ACTOR_COLUMNS, PROMPT_COLUMNS, ROLLOUT_COLUMNS, arrow_schema
+from rlmq.common.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, actor_columns, arrow_schema
 from rlmq.common.errors import Fenced, UsageError
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.consumers.recorder import RecorderRole
@@ -418,7 +418,7 @@ class Recorder(RecorderRole):
 
 def _advantages(rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
     columns = {"advantages": [[0.0] * len(row["response_ids"]) for row in rows]}
-    return pa.RecordBatch.from_pydict(columns, schema=arrow_schema(ACTOR_COLUMNS))
+    return pa.RecordBatch.from_pydict(columns, schema=arrow_schema(actor_columns()))
 
 
 def _ranges(entry: BatchEntry) -> list[RowRange]:

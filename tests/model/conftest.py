@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, Phase, settings
 EXAMPLES = "RLMQ_MODEL_EXAMPLES"
 
 _common = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, stateful_step_count=40)
-_fixed = settings(_common, derandomize=True)
+_fixed = settings(_common, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
 _random = settings(_common, max_examples=int(os.environ.get(EXAMPLES, "1")), print_blob=True)
 settings.register_profile("machine", _random if EXAMPLES in os.environ else settings(_fixed, max_examples=100))
-settings.register_profile("mutants", settings(_fixed, max_examples=80, phases=[Phase.generate]))
-settings.register_profile("restarts", settings(_fixed, max_examples=8, phases=[Phase.generate]))
+settings.register_profile("mutants", settings(_fixed, max_examples=80))
+settings.register_profile("restarts", settings(_fixed, max_examples=8))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from model.tables import DIMENSIONS, batch_of, table_of
 from rlmq.buffer.redis_store import RedisStore
 
 
-@pytest.mark.timeout(900)  # a failure is shrunk for up to 5 minutes
+@pytest.mark.timeout(600)  # a failure of a random walk is shrunk for up to 5 minutes
 def test_random_verbs_agree_with_the_model(machine_url):
     machine = type("Machine", (BufferMachine,), {"url": machine_url})
     if not settings.get_profile("machine").derandomize:

@@ -61,9 +61,10 @@ def redis_keys() -> Iterator[str]:
 
 def columns() -> Iterator[str]:
     """Columns of the sample tables, in their order, and the fingerprint that guards stored data."""
-    from rlmq.common.columns import fingerprint, sample_columns
+    from rlmq.common.columns import fingerprint
+    from rlmq.common.flow import sample_columns, sample_flow
 
-    found = sample_columns(["NAME"], reference=True)
+    found = sample_columns(sample_flow(["NAME"], reference=True))
     for place, column in enumerate(found):
         yield f"{place:02d} {column.name}: {column.type} (written by {column.writer})"
     yield f"fingerprint {fingerprint(found)}"

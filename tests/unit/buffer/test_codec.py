@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlmq.buffer import codec
-from rlmq.common.columns import arrow_schema, sample_columns
+from rlmq.common.columns import arrow_schema
 from rlmq.common.errors import DecodeError, UsageError
+from rlmq.common.flow import sample_columns, sample_flow
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -201,7 +202,7 @@ def test_columns_point_into_the_message():
 
 
 def test_all_columns_of_a_sample_table_are_supported():
-    schema = arrow_schema(sample_columns(["math", "style"], reference=True))
+    schema = arrow_schema(sample_columns(sample_flow(["math", "style"], reference=True)))
     codec.check_schema(schema)
     batch = pa.RecordBatch.from_pylist([{}, {}], schema=schema)
     assert codec.decode(codec.encode(batch).to_bytes(), schema, rows=2).equals(batch)

@@ -17,14 +17,14 @@ from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.store import ExperienceStore
 from rlmq.buffer.tables import sample_tables
 from rlmq.common.columns import (
-    ACTOR_COLUMNS,
     PROMPT_COLUMNS,
     ROLLOUT_COLUMNS,
+    actor_columns,
     arrow_schema,
     reward_columns,
-    sample_columns,
 )
 from rlmq.common.errors import DeadlineExceeded, DependencyError, Terminated
+from rlmq.common.flow import sample_columns, sample_flow
 from rlmq.common.logs import configure
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -33,8 +33,8 @@ from rlmq.consumers.recorder import RecorderRole, aggregate
 from rlmq.consumers.samples_view import read_samples, sample_files
 
 NAMES = ["correct"]
-COLUMNS = sample_columns(NAMES, reference=False)
-TABLES = sample_tables(COLUMNS, actor_needs=("reward",), reference=False, capacity_rows=10_000)
+COLUMNS = sample_columns(sample_flow(NAMES))
+TABLES = sample_tables(sample_flow(NAMES), capacity_rows=10_000)
 
 
 class Bench:
@@ -130,7 +130,7 @@ class Bench:
             claim = self.store.claim("train", "actor", max_rows=rows, min_rows=rows, columns=("response_ids",))
         assert claim is not None
         advantages = [[0.5] * len(ids) for ids in claim.rows.column("response_ids").to_pylist()]
-        batch = pa.RecordBatch.from_pydict({"advantages": advantages}, schema=arrow_schema(ACTOR_COLUMNS))
+        batch = pa.RecordBatch.from_pydict({"advantages": advantages}, schema=arrow_schema(actor_columns()))
         self.store.write(claim, batch)
         self.store.finish(claim, "trained", step=step)
 

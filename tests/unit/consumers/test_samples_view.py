@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlmq.common.columns import arrow_schema, sample_columns
+from rlmq.common.columns import arrow_schema
 from rlmq.common.errors import UsageError
+from rlmq.common.flow import sample_columns, sample_flow
 from rlmq.common.run_folder import RunFolder
 from rlmq.consumers.samples_view import read_samples, sample_files, show_samples
 
-SCHEMA = arrow_schema(sample_columns(["correct", "brevity"], reference=False))
+SCHEMA = arrow_schema(sample_columns(sample_flow(["correct", "brevity"])))
 
 
 def sample(number: int, reward: float | None, step: int = 1, **more: Any) -> dict[str, Any]:

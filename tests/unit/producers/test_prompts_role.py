@@ -15,8 +15,9 @@ import structlog
 from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.tables import sample_tables
 from rlmq.common.calls import Calls
-from rlmq.common.columns import PROMPT_COLUMNS, sample_columns
+from rlmq.common.columns import PROMPT_COLUMNS
 from rlmq.common.errors import UsageError
+from rlmq.common.flow import sample_flow
 from rlmq.common.recipe.load import load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -50,8 +51,7 @@ train: {{steps: 3}}
     def make(*overrides: str, store: RedisStore | None = None) -> tuple[PromptsRole, RedisStore]:
         recipe = load_recipe(tmp_path / "b.yaml", overrides).recipe
         store = store or RedisStore(redis_url, run_id="b-1", worker="prompts-0", put_timeout_s=5)
-        columns = sample_columns(recipe.reward_names, reference=False)
-        store.open(sample_tables(columns, actor_needs=("reward",), reference=False, capacity_rows=1000))
+        store.open(sample_tables(sample_flow(recipe.reward_names), capacity_rows=1000))
         return PromptsRole(context(recipe, tmp_path), store), store
 
     return make

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.tables import sample_tables
-from rlmq.common.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, arrow_schema, sample_columns
+from rlmq.common.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, arrow_schema
+from rlmq.common.flow import sample_columns, sample_flow
 from rlmq.common.logs import configure
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -24,7 +25,8 @@ from rlmq.common.worker import WorkerContext
 from rlmq.producers.reference import ReferenceRole
 
 TEMPERATURE = 0.7
-COLUMNS = sample_columns(["f"], reference=True)
+FLOW = sample_flow(["f"], reference=True)
+COLUMNS = sample_columns(FLOW)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 RESPONSES = [[10, 11], [12, 13, 14, 15], []]
 
@@ -72,7 +74,7 @@ def open_role(model_folder: Path, redis_url: str) -> Iterator[Open]:
         )
         store = RedisStore(redis_url, run_id="t", worker="test")
         stores.append(store)
-        store.open(sample_tables(COLUMNS, actor_needs=("reward",), reference=True, capacity_rows=100))
+        store.open(sample_tables(FLOW, capacity_rows=100))
         context = WorkerContext(
             recipe=recipe,
             recipe_folder=model_folder,

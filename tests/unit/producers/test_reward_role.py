@@ -22,8 +22,9 @@ from rlmq.buffer.redis_calls import RedisCalls
 from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.store import Claim, RowRange, Stage, Table
 from rlmq.common.calls import Desired
-from rlmq.common.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, arrow_schema, sample_columns
+from rlmq.common.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, arrow_schema
 from rlmq.common.errors import DeadlineExceeded, UsageError
+from rlmq.common.flow import sample_columns, sample_flow
 from rlmq.common.logs import configure
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.recipe.schema import Recipe
@@ -78,7 +79,7 @@ class Bench:
             }
         )
         self.recipe = recipe
-        self.columns = sample_columns(recipe.reward_names, reference=False)
+        self.columns = sample_columns(sample_flow(recipe.reward_names))
         stages = (
             Stage("rollout", needs=("prompt_ids",), scope="chunk"),
             Stage("reward", needs=("response_text",), lease_s=self.lease_s, min_batch=self.min_batch),

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from rlmq.common.algorithms import algorithm_of
-from rlmq.common.algorithms.algorithm import RewardedBatch
+from rlmq.common.algorithms.algorithm import ScoredBatch
 from rlmq.common.errors import UsageError
-from rlmq.common.recipe.schema import Recipe, RewardBlock
+from rlmq.common.recipe.reward_block import RewardBlock
+from rlmq.common.recipe.schema import Recipe
 from rlmq.producers.process_runner import ProcessRewardRunner
 from rlmq.producers.reward_runner import RewardRow
 
@@ -395,7 +396,7 @@ def test_advantages_do_not_depend_on_the_type_of_the_rewards(start: Start) -> No
         }
     )
 
-    found = algorithm_of(recipe).advantages(RewardedBatch(rewards, ["g"] * 4, np.full(4, 3)))
+    found = algorithm_of(recipe).advantages(ScoredBatch(rewards, ["g"] * 4, [np.ones(3, dtype=np.bool_)] * 4))
 
     assert found == pytest.approx([-0.5, -0.5, -0.5, 1.5], abs=1e-3)
 
@@ -597,7 +598,7 @@ def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
     )
     program = (
         "import os, pathlib, signal\n"
-        "from rlmq.common.recipe.schema import RewardBlock\n"
+        "from rlmq.common.recipe.reward_block import RewardBlock\n"
         "from rlmq.producers.process_runner import ProcessRewardRunner\n"
         f"ProcessRewardRunner(RewardBlock(function='rewards.py:f'), 'f', pathlib.Path({str(tmp_path)!r}))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

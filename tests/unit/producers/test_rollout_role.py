@@ -18,10 +18,11 @@ from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.store import RowRange
 from rlmq.buffer.tables import sample_tables
 from rlmq.common.calls import Calls, Desired
-from rlmq.common.columns import PROMPT_COLUMNS, arrow_schema, sample_columns
+from rlmq.common.columns import PROMPT_COLUMNS, arrow_schema
 from rlmq.common.engines.hf import HfEngine
 from rlmq.common.engines.staged_weights import StagedWeights
 from rlmq.common.errors import IntegrityError
+from rlmq.common.flow import sample_flow
 from rlmq.common.gloo import GlooTransport
 from rlmq.common.logs import configure
 from rlmq.common.models import load_model, resolve_model
@@ -49,8 +50,7 @@ class Bench:
                 "train": {"steps": 3},
             }
         )
-        columns = sample_columns(("f",), reference=False)
-        tables = sample_tables(columns, actor_needs=("reward",), reference=False, capacity_rows=100)
+        tables = sample_tables(sample_flow(("f",)), capacity_rows=100)
         self.store, own = (RedisStore(redis_url, run_id="t", worker=worker) for worker in ("test", "rollout-0"))
         self.stores = [self.store, own]
         for store in self.stores:

@@ -6,6 +6,7 @@ import math
 import statistics
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,22 +15,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmq.common.algorithms import ALGORITHMS, algorithm_of
-from rlmq.common.algorithms.algorithm import RewardedBatch
+from rlmq.common.algorithms.algorithm import ScoredBatch
 from rlmq.common.algorithms.grpo import Grpo
 from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
 from rlmq.common.engines.training import MicroBatch, PolicyOutput
-from rlmq.common.recipe.schema import AlgorithmBlock, RolloutBlock
+from rlmq.common.recipe.algorithm_block import AlgorithmBlock
+from rlmq.common.recipe.schema import RolloutBlock
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum")
 MAX_RESPONSE_TOKENS = 11
 
 
 def grpo(**knobs: object) -> Grpo:
-    return Grpo(AlgorithmBlock(**knobs), RolloutBlock(max_response_tokens=MAX_RESPONSE_TOKENS))
+    rollout = RolloutBlock(max_response_tokens=MAX_RESPONSE_TOKENS)
+    return Grpo(SimpleNamespace(algorithm=AlgorithmBlock(**knobs), rollout=rollout))  # type: ignore[arg-type]
 
 
-def rewarded(rewards: list[float], groups: list[str]) -> RewardedBatch:
-    return RewardedBatch(np.array(rewards), groups, np.ones(len(rewards), dtype=np.int64))
+def rewarded(rewards: list[float], groups: list[str]) -> ScoredBatch:
+    return ScoredBatch(np.array(rewards), groups, [np.ones(1, dtype=np.bool_)] * len(rewards))
 
 
 def rows(lengths: list[int], seed: int = 0, scale: float = 0.3) -> tuple[PolicyOutput, MicroBatch]:
@@ -83,7 +86,7 @@ def reference_loss(
 
 
 def value_of(algorithm: Grpo, output: PolicyOutput, batch: MicroBatch, lengths: list[int]) -> torch.Tensor:
-    return algorithm.loss(output, batch).loss_sum / math.prod(algorithm.denominators(lengths))
+    return algorithm.loss(output, batch, {}).loss_sum / math.prod(algorithm.denominators(lengths))
 
 
 def test_advantages_are_rewards_in_units_of_the_groups_sample_deviation() -> None:
@@ -160,7 +163,7 @@ def test_gradient_is_the_difference_quotient_of_the_formula(agg: str) -> None:
 
 def test_places_that_do_not_count_have_no_gradient() -> None:
     output, batch = rows([2, 5])
-    grpo(kl_coef=0.1).loss(output, batch).loss_sum.backward()
+    grpo(kl_coef=0.1).loss(output, batch, {}).loss_sum.backward()
 
     assert output.logprobs.grad is not None
     assert output.logprobs.grad[0, 2:].tolist() == [0.0] * 3
@@ -171,7 +174,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_the_policy_gradi
     output, batch = rows(lengths)
     del batch.columns["old_logprobs"]
 
-    terms = grpo().loss(output, batch)
+    terms = grpo().loss(output, batch, {})
     terms.loss_sum.backward()
 
     expected = torch.where(batch.response_mask > 0, -batch.columns["advantages"], 0.0)
@@ -183,7 +186,7 @@ def test_old_logprobs_of_the_rollout_are_used_when_the_recipe_says_so() -> None:
     output, batch = rows([3])
     batch.columns["old_logprobs"].fill_(torch.nan)
 
-    found = grpo(old_logprobs="rollout").loss(output, batch).metric_sums["ratio"]
+    found = grpo(old_logprobs="rollout").loss(output, batch, {}).metric_sums["ratio"]
 
     expected = (output.logprobs.detach() - batch.columns["rollout_logprobs"]).exp().sum()
     assert float(found) == pytest.approx(float(expected), rel=1e-12)
@@ -196,7 +199,7 @@ def test_rows_that_are_empty_or_fully_masked_change_nothing(agg: str) -> None:
     batch.response_mask[2] = 0
     kept_output, kept = rows([3, 5, 4])
 
-    with_masked = algorithm.loss(output, batch).loss_sum
+    with_masked = algorithm.loss(output, batch, {}).loss_sum
     alone = algorithm.loss(
         PolicyOutput(kept_output.logprobs[:2], kept_output.entropy[:2]),
         MicroBatch(
@@ -206,6 +209,7 @@ def test_rows_that_are_empty_or_fully_masked_change_nothing(agg: str) -> None:
             kept.response_mask[:2],
             {name: value[:2] for name, value in kept.columns.items()},
         ),
+        {},
     ).loss_sum
 
     assert with_masked.item() == alone.item()
@@ -217,7 +221,7 @@ def test_a_batch_without_any_counted_token_has_loss_zero() -> None:
     batch = MicroBatch(empty.long(), empty.long(), empty.long(), empty, {"advantages": empty})
     algorithm = grpo()
 
-    terms = algorithm.loss(PolicyOutput(empty, empty), batch)
+    terms = algorithm.loss(PolicyOutput(empty, empty), batch, {})
 
     assert float(terms.loss_sum) == 0.0
     assert algorithm.denominators([0, 0]) == (1.0,)
@@ -233,7 +237,7 @@ def test_absurd_ratios_stay_finite_in_float32(jump: float) -> None:
     columns = {name: value.float() for name, value in batch.columns.items()}
     narrow = MicroBatch(batch.input_ids, batch.attention_mask, batch.position_ids, batch.response_mask, columns)
 
-    terms = grpo(kl_coef=0.1).loss(PolicyOutput(new, output.entropy.float()), narrow)
+    terms = grpo(kl_coef=0.1).loss(PolicyOutput(new, output.entropy.float()), narrow, {})
     terms.loss_sum.backward()
 
     assert new.grad is not None and bool(new.grad.isfinite().all())
@@ -253,7 +257,7 @@ def test_metrics_are_means_over_all_tokens_however_the_rows_are_split() -> None:
             batch.response_mask[first:last],
             {name: value[first:last] for name, value in batch.columns.items()},
         )
-        terms = algorithm.loss(PolicyOutput(output.logprobs[first:last], output.entropy[first:last]), cut)
+        terms = algorithm.loss(PolicyOutput(output.logprobs[first:last], output.entropy[first:last]), cut, {})
         return {name: float(value) for name, value in terms.metric_sums.items()}
 
     whole = metric_means(part(0, 4), algorithm.denominators(lengths))

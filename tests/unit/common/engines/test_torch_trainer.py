@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from unit.common.engines.torch_rows import ALGORITHM, PAD_ID, Rows, block, micro_batches, rows_of, tiny_model
+from unit.common.engines.torch_rows import ALGORITHM, LOSS, PAD_ID, Rows, block, micro_batches, rows_of, tiny_model
 
 from rlmq.common.engines.micro_batches import build_micro_batch, plan_micro_batches
 from rlmq.common.engines.shared_prompts import places_of, sharing_cost
@@ -59,7 +59,7 @@ def denominators(rows: Rows) -> tuple[float, ...]:
 def gradients(engine: TorchEngine, rows: Rows, split: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
     """What `step` would divide, divided."""
     for batch in micro_batches(rows, split):
-        engine.accumulate(batch, ALGORITHM.loss)
+        engine.accumulate(batch, LOSS)
     scale = math.prod(denominators(rows))
     return {
         name: weight.grad / scale for name, weight in engine.model.named_parameters() if weight.grad is not None
@@ -288,7 +288,7 @@ def test_bf16_gradient_is_near_the_exact_one_and_summed_in_fp32() -> None:
     expected = reference_gradient(model, rows)
     engine = TorchEngine(model, block(dtype="bfloat16", lr=0.0))
     for batch in micro_batches(rows, [[i] for i in range(11)]):
-        engine.accumulate(batch, ALGORITHM.loss)
+        engine.accumulate(batch, LOSS)
 
     norm = engine.step(denominators(rows)).grad_norm
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from safetensors.torch import save_file
-from unit.common.engines.torch_rows import ALGORITHM, block, micro_batches, rows_of, tiny_model
+from unit.common.engines.torch_rows import ALGORITHM, LOSS, block, micro_batches, rows_of, tiny_model
 
 from rlmq.common.engines.micro_batches import plan_micro_batches
 from rlmq.common.engines.torch_trainer import TorchEngine
@@ -31,7 +31,7 @@ def main() -> int:
     rows = rows_of(count)
     engine = TorchEngine(tiny_model(), block(), group=group)
     for batch in micro_batches(rows, plan_micro_batches(rows.lengths, 30, world)[rank]):
-        engine.accumulate(batch, ALGORITHM.loss)
+        engine.accumulate(batch, LOSS)
     if rank == dies:
         os.kill(os.getpid(), signal.SIGKILL)
     try:

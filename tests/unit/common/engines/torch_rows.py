@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,10 +23,12 @@ from transformers import (
 from rlmq.common.algorithms.grpo import Grpo
 from rlmq.common.engines.micro_batches import build_micro_batch
 from rlmq.common.engines.training import MicroBatch
-from rlmq.common.recipe.schema import AlgorithmBlock, RolloutBlock, TrainBlock
+from rlmq.common.recipe.algorithm_block import AlgorithmBlock
+from rlmq.common.recipe.schema import RolloutBlock, TrainBlock
 
 PAD_ID = 2
-ALGORITHM = Grpo(AlgorithmBlock(), RolloutBlock())
+ALGORITHM = Grpo(SimpleNamespace(algorithm=AlgorithmBlock(), rollout=RolloutBlock()))  # type: ignore[arg-type]
+LOSS = partial(ALGORITHM.loss, state={})
 
 
 @dataclass(frozen=True, slots=True)

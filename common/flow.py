@@ -1,0 +1,126 @@
+"""The flow of a sample: nodes that read and write its columns. Tables, stages and processes follow from it.
+
+::
+
+    prompts -> rollout -> reward    -> actor -> recorder     table train
+                       -> reference ->
+                       -> critic    ->
+    prompts -> rollout -> reward -> evaluation               table eval
+
+No node is wired to another one: a row is ready for a node when the columns are there that the node needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from rlmq.common.columns import (
+    PROMPT_COLUMNS,
+    REFERENCE_COLUMNS,
+    ROLLOUT_COLUMNS,
+    Column,
+    actor_columns,
+    critic_columns,
+    reward_columns,
+)
+
+if TYPE_CHECKING:
+    from rlmq.common.recipe.schema import Recipe
+
+TRAIN = "train"
+EVAL = "eval"
+BOTH = (TRAIN, EVAL)
+
+Scope = Literal["row", "group", "chunk", "batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Handing:
+    """How a node is handed rows; see `rlmq.buffer.store.Stage`."""
+
+    min_batch: int = 1
+    max_wait_s: float | None = None
+    lease_s: float = 60.0
+    max_deliveries: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FlowNode:
+    """One stage of the sample tables, and the role whose workers do its work.
+
+    `needs` are the columns without which a row is not ready; `writes` are the columns that it adds (those of
+    `prompts` come with the row). `ended`: it gets rows that have reached an end state.
+    """
+
+    name: str
+    role: str
+    needs: tuple[str, ...]
+    writes: tuple[Column, ...] = ()
+    tables: tuple[str, ...] = BOTH
+    scope: Scope = "row"
+    ended: bool = False
+    handing: Handing = field(default_factory=Handing)
+
+
+def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
+    """The nodes of a recipe, in the order in which a sample's columns stand.
+
+    Raises:
+        UsageError: no such algorithm.
+    """
+    from rlmq.common.algorithms import algorithm_of
+
+    algorithm = algorithm_of(recipe)
+    return sample_flow(
+        recipe.reward_names,
+        actor_needs=algorithm.needs,
+        reference=algorithm.needs_reference,
+        critics=algorithm.critics,
+        reward=Handing(**recipe.stages.reward.model_dump()),
+        referee=Handing(**recipe.stages.reference.model_dump()),
+    )
+
+
+def sample_flow(
+    reward_names: Sequence[str],
+    *,
+    actor_needs: Sequence[str] = ("reward",),
+    reference: bool = False,
+    critics: Sequence[str] = (),
+    reward: Handing = Handing(),
+    referee: Handing = Handing(),
+) -> tuple[FlowNode, ...]:
+    """The flow of reinforcement learning.
+
+    Args:
+        reward_names: columns `reward.NAME`.
+        actor_needs: columns without which the algorithm cannot train on a row.
+        reference: whether a reference policy scores the rows of `train`.
+        critics: columns that the critic writes (`values`); none: there is no critic.
+        reward: how the reward workers are handed rows, in both tables.
+        referee: how the reference workers are.
+    """
+    nodes = [
+        FlowNode("prompts", "prompts", (), PROMPT_COLUMNS),
+        FlowNode("rollout", "rollout", ("prompt_ids",), ROLLOUT_COLUMNS, scope="chunk"),
+        FlowNode("reward", "reward", ("response_text",), reward_columns(reward_names), handing=reward),
+    ]
+    if reference:
+        nodes.append(
+            FlowNode("reference", "reference", ("response_ids",), REFERENCE_COLUMNS, (TRAIN,), handing=referee)
+        )
+    if critics:
+        nodes.append(FlowNode("critic", "critic", ("response_ids",), critic_columns(critics), (TRAIN,)))
+    return (
+        *nodes,
+        FlowNode("actor", "actor", tuple(actor_needs), actor_columns(critics), (TRAIN,), scope="batch"),
+        FlowNode("recorder", "recorder", (), tables=(TRAIN,), ended=True),
+        FlowNode("evaluation", "recorder", ("reward",), tables=(EVAL,)),
+    )
+
+
+def sample_columns(flow: Sequence[FlowNode]) -> tuple[Column, ...]:
+    """All columns of the sample tables, in the order in which a sample collects them."""
+    return tuple(column for node in flow for column in node.writes)
