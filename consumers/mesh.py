@@ -25,6 +25,7 @@ _NOTE = "actor_mesh"
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
 _ANSWER_S = 1.0
+_CONNECT = datetime.timedelta(seconds=5)  # torch tries as long as this at an address that nobody listens at
 
 
 class Mesh:
@@ -110,15 +111,18 @@ def _open(calls: Calls, size: int, timeout: datetime.timedelta) -> dist.Store:
 def _find(calls: Calls, rank: int, incarnation: int, timeout_s: float) -> dist.Store:
     """Rank 0's meeting place; one that is left, or has taken an earlier process of this rank, is passed over."""
     deadline = time.monotonic() + timeout_s
-    while (left_s := deadline - time.monotonic()) > 0:
+    while time.monotonic() < deadline:
         note = calls.noted(_NOTE)
         if note is not None and _answers(int(note["port"])):
-            timeout = datetime.timedelta(seconds=left_s)
             with contextlib.suppress(RuntimeError):  # rank 0 left meanwhile
-                store = dist.TCPStore(_HOST, int(note["port"]), is_master=False, timeout=timeout)
+                store = dist.TCPStore(_HOST, int(note["port"]), is_master=False, timeout=_CONNECT)
                 store.set(f"here/{rank}", str(incarnation))
-                store.wait([f"taken/{rank}"], timeout)
-                if store.get(f"taken/{rank}") == str(incarnation).encode():
+                while not store.check([f"taken/{rank}"]) and calls.noted(_NOTE) == note:
+                    if time.monotonic() >= deadline:
+                        break
+                    time.sleep(_POLL_S)
+                if store.check([f"taken/{rank}"]) and store.get(f"taken/{rank}") == str(incarnation).encode():
+                    store.set_timeout(datetime.timedelta(seconds=timeout_s))
                     return store
         time.sleep(_POLL_S)
     raise RestartRequired("trainer mesh", got=f"actor-0 not met within {timeout_s:.0f} s")
