@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from integration.test_resume import reach_step, trained_steps, weights
 
 pytestmark = pytest.mark.timeout(420)
 
@@ -18,35 +18,12 @@ STEPS = 8
 ARGUMENTS = (f"train.steps={STEPS}", "evaluate.every_steps=0")
 
 
-def weights(run: Path) -> str:
-    """SHA-256 of the last step's weights."""
-    path = run / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def trained_steps(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_text().count('"kind": "train"') if path.exists() else 0
-
-
-def reach_step(cli: Any, name: str, step: int) -> Path:
-    """Wait until the newest run has trained `step`; its folder."""
-
-    def reached() -> bool:
-        found = list((cli.folder / "runs").glob(f"{name}*/metrics.jsonl"))
-        return bool(found) and trained_steps(found[-1].parent) >= step
-
-    cli.wait_until(reached, f"step {step} of {name}", 120.0)
-    folder: Path = cli.newest_run(name)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def undisturbed(module_cli: Any) -> str:
     """The weights after the last step without any disturbance."""
     done = module_cli.run("up", module_cli.tiny, *ARGUMENTS, "run.name=calm", timeout_s=200)
     assert done.code == 0, done.text
-    return weights(module_cli.newest_run("calm"))
+    return weights(module_cli.newest_run("calm"), STEPS)
 
 
 def server_of(run: Path) -> psutil.Process:
@@ -77,7 +54,7 @@ def test_a_server_that_lost_records_under_a_live_run(cli: Any, undisturbed: str)
     # then the run goes on to the undisturbed run's weights
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out[-3000:] + err[-3000:]
-    assert weights(run) == undisturbed
+    assert weights(run, STEPS) == undisturbed
 
 
 @pytest.mark.parametrize("every_steps", [0, 1])
@@ -94,7 +71,7 @@ def test_everything_is_killed_and_the_server_lost_records(cli: Any, undisturbed:
     # when the same command is given, then it ends with the undisturbed run's weights
     again = cli.run("up", cli.tiny, *options, timeout_s=200)
     assert again.code == 0, again.text
-    assert weights(run) == undisturbed
+    assert weights(run, STEPS) == undisturbed
     # and without a checkpoint the lost steps were made again
     log = (run / "logs" / "actor-0.log").read_text()
     assert every_steps or "the server lost rows" in log
