@@ -75,3 +75,15 @@ def test_the_recipe_reference_is_current() -> None:
 
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == (ROOT / "docs" / "recipe.md").read_text("utf-8"), "Run: make docs"
+
+
+def test_keys_that_the_page_for_newcomers_names_exist() -> None:
+    from rlmq.common.recipe.convert import all_keys
+
+    known = {re.sub(r"\.\d+\.", ".0.", key) for key in all_keys()}
+    page = (ROOT / "docs" / "migrate.md").read_text("utf-8")
+    rows = re.findall(r"^\| .+? \| (`.+?`) \| .*\|$", page, re.MULTILINE)
+    named = {key for row in rows for key in re.findall(r"`([a-z_.0-9]+)`", row)} - {"rlmq"}
+
+    assert len(named) > 40
+    assert named <= known, f"no keys: {sorted(named - known)}"
