@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlmq.common.algorithms import grpo
+from rlmq.common.algorithms import (
+    cispo,
+    dapo,
+    decoupled_ppo,
+    dr_grpo,
+    grpo,
+    gspo,
+    ppo,
+    reinforce_pp,
+    remax,
+    rloo,
+    safe_rlhf,
+)
 from rlmq.common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,6 +29,17 @@ if TYPE_CHECKING:
 
 ALGORITHMS: Mapping[str, Spec] = {
     "grpo": grpo.SPEC,
+    "dr_grpo": dr_grpo.SPEC,
+    "rloo": rloo.SPEC,
+    "reinforce_pp": reinforce_pp.SPEC,
+    "reinforce_pp_baseline": reinforce_pp.BASELINE_SPEC,
+    "remax": remax.SPEC,
+    "dapo": dapo.SPEC,
+    "gspo": gspo.SPEC,
+    "cispo": cispo.SPEC,
+    "ppo": ppo.SPEC,
+    "decoupled_ppo": decoupled_ppo.SPEC,
+    "safe_rlhf": safe_rlhf.SPEC,
 }
 
 

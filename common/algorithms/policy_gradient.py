@@ -1,18 +1,25 @@
-"""What the policy-gradient algorithms share: a clipped surrogate loss over tokens, KL terms, and the loop.
+"""What the policy-gradient algorithms share: rewards per token, a clipped surrogate loss, KL terms, and the loop.
 
-Sources: the clipped surrogate from PPO (arXiv 1707.06347, eq. 7); separate clip bounds and the token-level mean
-from DAPO (arXiv 2503.14476); a constant length denominator from Dr. GRPO (arXiv 2503.20783); the KL estimators k1
-and k3 from J. Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html).
+Sources: separate clip bounds and the token-level mean from DAPO (arXiv 2503.14476); a constant length denominator
+from Dr. GRPO (arXiv 2503.20783); the rest stands beside the formulas (`kl.py`, `gae.py`, `policy_losses.py`).
 
-Algorithms differ in their advantages first of all: each overrides `advantages`, one number a row, or `estimate`.
+Algorithms differ in their advantages first of all: each overrides `advantages`, one number a row, or
+`token_advantages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from rlmq.common.algorithms.algorithm import Estimates, Floats, ScoredBatch, Steering
+from rlmq.common.algorithms.gae import whitened
+from rlmq.common.algorithms.kl import kl_of_row, kl_of_tokens, next_coefficient, safe_exp
+from rlmq.common.algorithms.policy_losses import clipped_surrogate, importance_weight, of_sequence
+from rlmq.common.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -21,12 +28,23 @@ if TYPE_CHECKING:
     from rlmq.common.recipe.algorithm_block import AlgorithmBlock
     from rlmq.common.recipe.schema import Recipe
 
-# exp(20) = 4.9e8: far outside every clip range and finite in float32, so that one absurd token can neither
-# overflow the loss nor, its gradient being cut with the clamp, throw the weights away.
-LOG_RATIO_LIMIT = 20.0
-
-KEYS = frozenset({"group_size", "clip", "kl_coef", "loss_agg", "old_logprobs"})
+KL_KEYS = frozenset({"kl_coef", "kl_in", "kl_estimator", "kl_target", "kl_horizon"})
+"""Keys of the KL to the reference."""
+KEYS = KL_KEYS | {
+    "group_size",
+    "clip",
+    "ratio",
+    "loss_agg",
+    "old_logprobs",
+    "importance",
+    "importance_cap",
+    "entropy_coef",
+    "whiten",
+    "overlong_tokens",
+}
 """Keys of the recipe's `algorithm` block that every algorithm of this family reads."""
+GROUP_KEYS = KEYS | {"dynamic_sampling", "most_refills"}
+"""And those whose baseline is the prompt's other samples."""
 
 
 class PolicyGradient:
@@ -34,29 +52,97 @@ class PolicyGradient:
 
     critics: tuple[str, ...] = ()
     greedy_baseline = False
+    whole_groups = False
+    scorer = False
 
     def __init__(self, recipe: Recipe) -> None:
         self._block: AlgorithmBlock = recipe.algorithm
         self._max_response_tokens = recipe.rollout.max_response_tokens
+        if self._block.overlong_tokens > self._max_response_tokens:
+            raise UsageError(
+                "algorithm.overlong_tokens",
+                got=self._block.overlong_tokens,
+                expected=f"at most rollout.max_response_tokens ({self._max_response_tokens})",
+            )
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Columns that a row must have before it can be trained on."""
-        columns = ("prompt_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward")
-        return (*columns, "ref_logprobs") if self.needs_reference else columns
+        columns: tuple[str, ...] = ("prompt_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward")
+        if self.needs_reference:
+            columns = (*columns, "ref_logprobs")
+        if self._block.dynamic_sampling:
+            columns = (*columns, "group_std")
+        return (*columns, *self.critics)
 
     @property
     def needs_reference(self) -> bool:
         """Whether a reference policy must score the rows."""
         return self._block.kl_coef > 0
 
+    # -- advantages ----------------------------------------------------------------------------------------
+
     def advantages(self, batch: ScoredBatch) -> Floats:
         """One advantage a row [rows], the same at each of its tokens."""
         raise NotImplementedError
 
+    def token_advantages(self, batch: ScoredBatch, kl: Sequence[Floats]) -> list[Floats]:
+        """Advantages per row [tokens]. `kl` is what is taken off each token's reward, 0 at tokens without any.
+
+        Here the KL of the whole response is taken off the row's reward, which is then compared with others.
+        """
+        rewards = batch.rewards - np.array([float(row.sum()) for row in kl])
+        return batch.whole(self.advantages(replace(batch, rewards=rewards)))
+
     def estimate(self, batch: ScoredBatch) -> Estimates:
         """See `Algorithm.estimate`."""
-        return Estimates(batch.whole(self.advantages(batch)))
+        coefficient, state, metrics = self._kl_coefficient(batch)
+        scored = replace(batch, rewards=batch.rewards - self._overlong(batch))
+        advantages = self.token_advantages(scored, self._kl_of_rewards(scored, coefficient))
+        return Estimates(self._finished(advantages, batch), state=state, metrics=metrics)
+
+    def _finished(self, advantages: list[Floats], batch: ScoredBatch) -> list[Floats]:
+        return whitened(advantages, batch.masks) if self._block.whiten else advantages
+
+    def _overlong(self, batch: ScoredBatch) -> Floats:
+        """DAPO's penalty of long responses (eq. 13) [rows]: from 0 up to 1 over the last `overlong_tokens`."""
+        span = self._block.overlong_tokens
+        lengths = np.array([len(mask) for mask in batch.masks], dtype=np.float64)
+        if span == 0:
+            return np.zeros_like(lengths)
+        return np.clip((lengths - (self._max_response_tokens - span)) / span, 0.0, 1.0)
+
+    def _to_reference(self, batch: ScoredBatch) -> list[Floats]:
+        """`log rollout policy - log reference` per row [tokens], 0 where a token does not count."""
+        columns = zip(batch.masks, batch.columns["rollout_logprobs"], batch.columns["ref_logprobs"], strict=True)
+        return [np.where(mask, own - reference, 0.0) for mask, own, reference in columns]
+
+    def _kl_coefficient(self, batch: ScoredBatch) -> tuple[float, dict[str, float], dict[str, float]]:
+        """This step's coefficient of the KL, the state that the next one comes from, and figures."""
+        block = self._block
+        coefficient = batch.state.get("next_kl_coef", block.kl_coef)
+        if not self.needs_reference or (block.kl_target is None and block.kl_in == "loss"):
+            return coefficient, {}, {}
+        tokens = max(1, int(batch.lengths.sum()))
+        kl = sum(float(kl_of_row(row, block.kl_estimator).sum()) for row in self._to_reference(batch)) / tokens
+        if block.kl_target is None:
+            return coefficient, {}, {"ref_kl": kl}
+        following = next_coefficient(
+            coefficient, measured=kl, target=block.kl_target, samples=len(batch.masks), horizon=block.kl_horizon
+        )
+        return (
+            coefficient,
+            {"kl_coef": coefficient, "next_kl_coef": following},
+            {"ref_kl": kl, "kl_coef": coefficient},
+        )
+
+    def _kl_of_rewards(self, batch: ScoredBatch, coefficient: float) -> list[Floats]:
+        """What the KL takes off each token's reward, per row [tokens]."""
+        if not self.needs_reference or self._block.kl_in != "reward":
+            return [np.zeros(len(mask)) for mask in batch.masks]
+        return [coefficient * kl_of_row(row, self._block.kl_estimator) for row in self._to_reference(batch)]
+
+    # -- the loss ------------------------------------------------------------------------------------------
 
     def denominators(self, lengths: Sequence[int]) -> tuple[float, ...]:
         """What the summed loss is divided by, for *all* rows of the optimizer step.
@@ -72,14 +158,15 @@ class PolicyGradient:
         return (float(self._max_response_tokens), rows)
 
     def loss(self, output: PolicyOutput, batch: MicroBatch, state: Mapping[str, float]) -> LossTerms:
-        """`-min(ratio · A, clip(ratio) · A) + kl_coef · k3(reference)` summed over counted tokens.
+        """`surrogate(ratio, A) · importance - entropy_coef · H + kl_coef · KL`, summed over counted tokens.
 
         `ratio = exp(logprobs - old)`, with `old` the rollout's log-probs if the recipe says so, else the
         column `old_logprobs`, else the policy's own, detached: then the ratio is 1 and the gradient that of
         the policy gradient theorem. The exponents are clamped to ±LOG_RATIO_LIMIT.
 
-        Metric sums over counted tokens: `tokens, loss, ratio, ratio_max, clip_low, clip_high, entropy`, the
-        KL from rollout to policy as `kl_k1, kl_k3` where the column is there, and `ref_kl`.
+        Metric sums over counted tokens: `tokens, loss, ratio, ratio_max, clip_low, clip_high, entropy`,
+        `importance` (the weight), the KL from rollout to policy as `kl_k1, kl_k3` where the column is there, and
+        `ref_kl`.
         """
         import torch
 
@@ -89,26 +176,42 @@ class PolicyGradient:
         new = torch.where(mask, output.logprobs, 0.0)
         old = torch.where(mask, self._old(output, batch), 0.0)
         advantages = torch.where(mask, batch.columns["advantages"], 0.0)
-        ratio = _safe_exp(new - old)
-        low, high = 1.0 - self._block.clip[0], 1.0 + self._block.clip[1]
-        per_token = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+        log_ratio = of_sequence(new - old, mask) if self._block.ratio == "sequence" else new - old
+        ratio = safe_exp(log_ratio)
+        low, high = self._bounds
+        per_token = self._surrogate(ratio, new, advantages)
+        entropy = torch.where(mask, output.entropy, 0.0)
         sums = {
             "ratio": (ratio * mask).sum(),
             "ratio_max": (ratio * mask).max() if mask.numel() else ratio.new_zeros(()),
             "clip_low": (mask & (ratio < low) & (advantages < 0)).sum(),
             "clip_high": (mask & (ratio > high) & (advantages > 0)).sum(),
-            "entropy": torch.where(mask, output.entropy, 0.0).sum(),
+            "entropy": entropy.sum(),
         }
-        if self.needs_reference:
-            reference_kl = _k3(torch.where(mask, batch.columns["ref_logprobs"], 0.0) - new)
-            per_token = per_token + self._block.kl_coef * reference_kl
-            sums["ref_kl"] = reference_kl.sum()
+        if self._block.importance != "none":
+            log_weight = old - torch.where(mask, batch.columns["rollout_logprobs"], 0.0)
+            weight = importance_weight(log_weight, self._block.importance, self._block.importance_cap)
+            per_token, sums["importance"] = per_token * weight, (weight * mask).sum()
+        if self._block.entropy_coef > 0:
+            per_token = per_token - self._block.entropy_coef * entropy
+        if self.needs_reference and self._block.kl_in == "loss":
+            to_reference = new - torch.where(mask, batch.columns["ref_logprobs"], 0.0)
+            kl = kl_of_tokens(to_reference, self._block.kl_estimator)
+            per_token = per_token + state.get("kl_coef", self._block.kl_coef) * kl
+            sums["ref_kl"] = kl.sum()
         if "rollout_logprobs" in batch.columns:
-            off = new.detach() - torch.where(mask, batch.columns["rollout_logprobs"], 0.0)
-            sums["kl_k1"], sums["kl_k3"] = -off.sum(), _k3(off).sum()
+            off = torch.where(mask, batch.columns["rollout_logprobs"], 0.0) - new.detach()
+            sums["kl_k1"], sums["kl_k3"] = off.sum(), kl_of_tokens(off, "k3").sum()
         loss_sum = self._aggregate(torch.where(mask, per_token, 0.0), mask)
         sums["tokens"], sums["loss"] = mask.sum(), loss_sum
         return LossTerms(loss_sum, {name: value.detach() for name, value in sums.items()})
+
+    def _surrogate(self, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        return clipped_surrogate(ratio, advantages, self._bounds)
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        return 1.0 - self._block.clip[0], 1.0 + self._block.clip[1]
 
     def _old(self, output: PolicyOutput, batch: MicroBatch) -> torch.Tensor:
         if self._block.old_logprobs == "rollout":
@@ -136,13 +239,3 @@ class PolicyGradient:
             run.publish(step)
             run.evaluate(step)
             run.checkpoint(step)
-
-
-def _safe_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    """`exp(x) - 1 - x` for x = log p(token) - log q(token), token from q: unbiased for KL(q, p), never negative."""
-    bounded = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return bounded.exp() - 1.0 - bounded
