@@ -40,6 +40,7 @@ ROLLOUT_COLUMNS: tuple[Column, ...] = (
     Column("rollout_logprobs", _FLOATS, "rollout"),  # of the sampled tokens, under the sampling distribution
     Column("loss_mask", pa.list_(pa.field("item", pa.bool_())), "rollout"),
     Column("policy_versions", _TOKENS, "rollout"),  # per response token
+    Column("turns", _TOKENS, "rollout"),  # per response token: the number of the turn, from 0
     Column("truncated", pa.bool_(), "rollout"),  # ended by the length limit, not by EOS or a stop
 )
 REFERENCE_COLUMNS: tuple[Column, ...] = (Column("ref_logprobs", _FLOATS, "reference"),)

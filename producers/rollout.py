@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +30,7 @@ from rlmq.common.models import eos_ids, load_model, load_tokenizer, pad_id, reso
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.weights import Rendezvous, WeightManifest
 from rlmq.common.worker import CallHandler, WorkerContext
+from rlmq.producers.episodes import Answers, Episode
 
 _COLUMNS = ("sample_id", "prompt_ids")
 _EXTEND_EVERY_S = 10.0
@@ -57,7 +59,14 @@ class RolloutRole:
             TRAIN: self._sampling_at(recipe.rollout.temperature),
             EVAL: self._sampling_at(recipe.evaluate.temperature),
         }
-
+        self._answers = Answers(
+            recipe.rollout.environment,
+            context.recipe_folder,
+            most_turns=recipe.rollout.max_turns,
+            encode=lambda text: list(self._tokenizer.encode(text, add_special_tokens=False)),
+            decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)),
+        )
+        self._columns = (*_COLUMNS, "record") if recipe.rollout.environment else _COLUMNS
         self._tag = f"config {recipe_hash(recipe)} seed {recipe.run.seed}"
 
     def _sampling_at(self, temperature: float) -> Sampling:
@@ -88,7 +97,7 @@ class RolloutRole:
             return False
         for table in (EVAL, TRAIN):
             claim = self._store.claim(
-                table, "rollout", max_rows=self._context.recipe.rollout.batch_size_per_device, columns=_COLUMNS
+                table, "rollout", max_rows=self._context.recipe.rollout.batch_size_per_device, columns=self._columns
             )
             if claim is not None:
                 self._generate(claim)
@@ -120,39 +129,51 @@ class RolloutRole:
         GENERATED_TOKENS.labels(table=claim.table).inc(tokens)
         ROWS_WRITTEN.labels(table=claim.table, stage="rollout").inc(claim.count)
 
-    def _finished(self, claim: Claim) -> dict[str, Generated] | None:
+    def _finished(self, claim: Claim) -> dict[str, Episode] | None:
         """Responses by sample id; None when this process was told to stop before the last.
 
         Raises:
             Fenced: the lease ran out.
         """
-        self._engine.submit(self._requests(claim))
-        finished: dict[str, Generated] = {}
+        episodes = {one.id: Episode(one, fields) for one, fields in zip(*self._requests(claim), strict=True)}
+        writing = list(episodes.values())
         extended_at = time.monotonic()
-        try:
-            while self._engine.pending and not self._context.stopping():
-                for response in self._engine.step():
-                    finished[response.id] = response
-                self._context.progress()
-                if time.monotonic() - extended_at > _EXTEND_EVERY_S:
-                    self._store.extend(claim)
-                    extended_at = time.monotonic()
-            return None if self._engine.pending else finished
-        finally:
-            self._engine.abort([i for i in claim.rows["sample_id"].to_pylist() if i not in finished])
+        while writing:
+            by_request = {episode.next_request().id: episode for episode in writing}
+            self._engine.submit([episode.next_request() for episode in writing])
+            turns: dict[str, Generated] = {}
+            try:
+                while self._engine.pending and not self._context.stopping():
+                    turns.update((turn.id, turn) for turn in self._engine.step())
+                    self._context.progress()
+                    if time.monotonic() - extended_at > _EXTEND_EVERY_S:
+                        self._store.extend(claim)
+                        extended_at = time.monotonic()
+                if self._engine.pending:
+                    return None
+            finally:
+                self._engine.abort([name for name in by_request if name not in turns])
+            for name, episode in by_request.items():
+                episode.add(turns[name])
+            writing = [one for name, one in by_request.items() if self._answers.goes_on(one, turns[name])]
+        return episodes
 
-    def _requests(self, claim: Claim) -> list[Request]:
+    def _requests(self, claim: Claim) -> tuple[list[Request], list[Mapping[str, Any]]]:
+        """The first turn of each row, and what the environment may read of its data."""
         ids = claim.rows["sample_id"].to_pylist()
         prompts = claim.rows["prompt_ids"].to_pylist()
         sampling, seed = self._sampling[claim.table], self._context.recipe.run.seed
-        return [Request(i, prompt, sampling, seed) for i, prompt in zip(ids, prompts, strict=True)]
+        requests = [Request(i, prompt, sampling, seed) for i, prompt in zip(ids, prompts, strict=True)]
+        if "record" not in self._columns:
+            return requests, [{}] * len(requests)
+        return requests, [json.loads(record) for record in claim.rows["record"].to_pylist()]
 
-    def _tokens(self, claim: Claim, finished: Mapping[str, Generated]) -> list[int]:
+    def _tokens(self, claim: Claim, finished: Mapping[str, Episode]) -> list[int]:
         """Prompt and response tokens of each row."""
         ids, prompts = claim.rows["sample_id"].to_pylist(), claim.rows["prompt_ids"].to_pylist()
         return [len(prompt) + len(finished[i].token_ids) for i, prompt in zip(ids, prompts, strict=True)]
 
-    def _response_columns(self, claim: Claim, finished: Mapping[str, Generated]) -> pa.RecordBatch:
+    def _response_columns(self, claim: Claim, finished: Mapping[str, Episode]) -> pa.RecordBatch:
         responses = [finished[i] for i in claim.rows["sample_id"].to_pylist()]
         masked = self._context.recipe.rollout.truncated == "mask"
         texts = self._tokenizer.batch_decode([r.token_ids for r in responses], skip_special_tokens=True)
@@ -160,8 +181,9 @@ class RolloutRole:
             "response_ids": [r.token_ids for r in responses],
             "response_text": texts,
             "rollout_logprobs": [r.logprobs for r in responses],
-            "loss_mask": [[not (masked and r.truncated)] * len(r.token_ids) for r in responses],
+            "loss_mask": [[own and not (masked and r.truncated) for own in r.own] for r in responses],
             "policy_versions": [r.policy_versions for r in responses],
+            "turns": [r.turns for r in responses],
             "truncated": [r.truncated for r in responses],
         }
         return pa.RecordBatch.from_pydict(columns, schema=arrow_schema(ROLLOUT_COLUMNS))

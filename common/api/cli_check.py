@@ -30,7 +30,7 @@ def check_command(path: Path, overrides: Sequence[str]) -> int:
 
 def find_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     """Problems of what the recipe names: data, model, reward functions. Imports the user's files."""
-    for check in (_data_problems, _model_problems, _reward_problems):
+    for check in (_data_problems, _model_problems, _reward_problems, _environment_problems):
         yield from check(loaded)
 
 
@@ -80,4 +80,15 @@ def _reward_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
 
 
 def _print_error(message: str) -> None:
+def _environment_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    from rlmq.producers.episodes import make_environment
+
+    spec = loaded.recipe.rollout.environment
+    try:
+        if spec is not None:
+            make_environment(spec, loaded.folder)
+    except RlmqError as error:
+        yield error
+
+
     print(f"error: {message}", file=sys.stderr, flush=True)

@@ -236,6 +236,8 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
         data["eval"] = place(recipe.data.eval, "data.eval")
     elif recipe.data.eval is not None:
         data["eval"] = {key: place(name, f"data.eval.{key}") for key, name in recipe.data.eval.items()}
+    if recipe.rollout.environment is not None:
+        values["rollout"]["environment"] = place(recipe.rollout.environment, "rollout.environment")
     for i, block in enumerate(values["reward"]):
         block["function"] = place(block["function"], f"reward.{i}.function")
     return values

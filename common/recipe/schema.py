@@ -85,6 +85,10 @@ class RolloutBlock(Block):
     def _penalty_given(self) -> RolloutBlock:
         if self.truncated == "penalise" and self.truncation_penalty == 0:
             raise ValueError("truncation_penalty above 0 with truncated: penalise")
+    environment: str | None = Field(
+        default=None, description="file.py:Class that answers each turn of the policy; none: responses have one turn."
+    )
+    max_turns: PositiveInt = Field(default=8, description="Most turns of the policy in one response.")
         if self.truncated != "penalise" and self.truncation_penalty > 0:
             raise ValueError("truncated: penalise with a truncation_penalty")
         return self

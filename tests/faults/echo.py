@@ -279,6 +279,7 @@ class Rollout(RowRole):
             "rollout_logprobs": [[0.0] * len(one) for one in found],
             "loss_mask": [[True] * len(one) for one in found],
             "policy_versions": [[self.version] * len(one) for one in found],
+            "turns": [[0] * len(one) for one in found],
             "truncated": [False] * len(found),
         }
         batch = pa.RecordBatch.from_pydict(columns, schema=arrow_schema(ROLLOUT_COLUMNS))

@@ -110,6 +110,7 @@ class Bench:
                 "rollout_logprobs": [-0.5] * tokens,
                 "loss_mask": [True] * tokens,
                 "policy_versions": [0] * tokens,
+                "turns": [0] * tokens,
                 "truncated": False,
             }
             batch = pa.RecordBatch.from_pylist([made] * claim.count, schema=arrow_schema(ROLLOUT_COLUMNS))
@@ -183,6 +184,7 @@ def test_a_trained_row_is_recorded_with_all_its_columns(bench: Bench) -> None:
         "rollout_logprobs": [-0.5] * 3,
         "loss_mask": [True] * 3,
         "policy_versions": [0] * 3,
+        "turns": [0] * 3,
         "truncated": False,
         "reward": 1.0,
         "reward.correct": 1.0,
