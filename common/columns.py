@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -43,6 +43,15 @@ ROLLOUT_COLUMNS: tuple[Column, ...] = (
     Column("turns", _TOKENS, "rollout"),  # per response token: the number of the turn, from 0
     Column("truncated", pa.bool_(), "rollout"),  # ended by the length limit, not by EOS or a stop
 )
+DATA_COLUMNS: tuple[Column, ...] = (
+    *PROMPT_COLUMNS,
+    *(
+        replace(column, writer="prompts")
+        for column in ROLLOUT_COLUMNS
+        if column.name in ("response_ids", "response_text", "loss_mask", "truncated")
+    ),
+)
+"""What comes with the put where the data bring the responses."""
 REFERENCE_COLUMNS: tuple[Column, ...] = (Column("ref_logprobs", _FLOATS, "reference"),)
 
 

@@ -7,6 +7,8 @@
                        -> critic    ->
     prompts -> rollout -> reward -> evaluation               table eval
 
+    prompts -> reference -> actor -> recorder                where the data bring the responses
+
 No node is wired to another one: a row is ready for a node when the columns are there that the node needs.
 """
 
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from rlmq.common.columns import (
+    DATA_COLUMNS,
     PROMPT_COLUMNS,
     REFERENCE_COLUMNS,
     ROLLOUT_COLUMNS,
@@ -70,16 +73,19 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
     Raises:
         UsageError: no such algorithm.
     """
-    from rlmq.common.algorithms import algorithm_of
+    from rlmq.common.algorithms import algorithm_of, spec_of
 
     algorithm = algorithm_of(recipe)
+    referee = Handing(**recipe.stages.reference.model_dump())
+    if not spec_of(recipe.algorithm.name).online:
+        return offline_flow(algorithm.needs, reference=algorithm.needs_reference, referee=referee)
     return sample_flow(
         recipe.reward_names,
         actor_needs=algorithm.needs,
         reference=algorithm.needs_reference,
         critics=algorithm.critics,
         reward=Handing(**recipe.stages.reward.model_dump()),
-        referee=Handing(**recipe.stages.reference.model_dump()),
+        referee=referee,
     )
 
 
@@ -108,9 +114,7 @@ def sample_flow(
         FlowNode("reward", "reward", ("response_text",), reward_columns(reward_names), handing=reward),
     ]
     if reference:
-        nodes.append(
-            FlowNode("reference", "reference", ("response_ids",), REFERENCE_COLUMNS, (TRAIN,), handing=referee)
-        )
+        nodes.append(_reference(referee))
     if critics:
         nodes.append(FlowNode("critic", "critic", ("response_ids",), critic_columns(critics), (TRAIN,)))
     return (
@@ -119,6 +123,26 @@ def sample_flow(
         FlowNode("recorder", "recorder", (), tables=(TRAIN,), ended=True),
         FlowNode("evaluation", "recorder", ("reward",), tables=(EVAL,)),
     )
+
+
+def offline_flow(
+    actor_needs: Sequence[str], *, reference: bool = False, referee: Handing = Handing()
+) -> tuple[FlowNode, ...]:
+    """The flow of rows that have their responses already: nothing is generated or scored.
+
+    The table `eval` stays empty.
+    """
+    return (
+        FlowNode("prompts", "prompts", (), DATA_COLUMNS),
+        *((_reference(referee),) if reference else ()),
+        FlowNode("actor", "actor", tuple(actor_needs), actor_columns(), (TRAIN,), scope="batch"),
+        FlowNode("recorder", "recorder", (), tables=(TRAIN,), ended=True),
+        FlowNode("evaluation", "recorder", ("response_ids",), tables=(EVAL,)),
+    )
+
+
+def _reference(handing: Handing) -> FlowNode:
+    return FlowNode("reference", "reference", ("response_ids",), REFERENCE_COLUMNS, (TRAIN,), handing=handing)
 
 
 def sample_columns(flow: Sequence[FlowNode]) -> tuple[Column, ...]:

@@ -332,22 +332,18 @@ class ActorRole:
         """The step's metrics; those of the policy are means over its updates."""
         counted = batch.counted
         lengths = np.array([len(r) for r in batch.responses])
-        oldest = np.array([min(v, default=entry.step - 1) for v in batch.versions])
         tokens = {"tokens", "rows"}
         policy = {k: float(np.mean([p[k] for p in parts])) for k in parts[0] if k not in tokens}
         return {
             **policy,
             **entry.figures,
-            "reward_mean": float(batch.rewards.mean()),
-            "reward_std": float(batch.rewards.std()),
+            **(_generated(entry, batch) if batch.versions else {}),
             "samples": len(batch.ids),
             "groups": len(set(batch.groups)),
-            "generated_tokens": int(lengths.sum()),
             "trained_tokens": int(counted.sum()),
             "response_tokens_mean": float(lengths.mean()),
             "response_tokens_max": int(lengths.max()),
             "truncated_ratio": float(batch.truncated.mean()),
-            "staleness_mean": float((entry.step - 1 - oldest).mean()),
             "grad_norm": float(np.mean([s.grad_norm for s in stats])),
             "lr": stats[-1].lr,
             "train_s": round(seconds, 4),
@@ -432,3 +428,14 @@ class ActorRole:
         self._store.advance(step)
         if self._protect is not None:
             self._checkpoints.prune(self._recipe.checkpoint.keep, self._protect)
+
+
+def _generated(entry: BatchEntry, batch: Batch) -> dict[str, Any]:
+    """Figures of rows that a policy generated."""
+    oldest = np.array([min(v, default=entry.step - 1) for v in batch.versions])
+    return {
+        "reward_mean": float(batch.rewards.mean()),
+        "reward_std": float(batch.rewards.std()),
+        "generated_tokens": sum(len(response) for response in batch.responses),
+        "staleness_mean": float((entry.step - 1 - oldest).mean()),
+    }

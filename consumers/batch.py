@@ -18,17 +18,9 @@ from rlmq.common.columns import actor_columns, arrow_schema, returns_column
 from rlmq.common.engines.micro_batches import plan_micro_batches
 from rlmq.common.recipe.schema import Recipe
 
-COLUMNS = (
-    "sample_id",
-    "group_id",
-    "prompt_ids",
-    "response_ids",
-    "loss_mask",
-    "rollout_logprobs",
-    "policy_versions",
-    "truncated",
-    "reward",
-)
+_OF_EVERY_ROW = ("sample_id", "group_id", "prompt_ids", "response_ids", "loss_mask", "truncated")
+_OF_GENERATED_ROWS = ("rollout_logprobs", "policy_versions", "reward")
+COLUMNS = (*_OF_EVERY_ROW, *_OF_GENERATED_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +28,8 @@ class Batch:
     """Rows in training order (by sample id), whatever order they were claimed in.
 
     `order[i]` is the claimed index of row i. Ragged lists have one entry per response token; `columns` are those
-    that the algorithm needs beside the others.
+    that the algorithm needs beside the others. Rows whose responses the data brought have neither
+    `rollout_logprobs` nor versions, and no reward (NaN).
     """
 
     order: NDArray[np.int64]
@@ -60,7 +53,8 @@ class Batch:
     def ragged(self) -> dict[str, Sequence[Any]]:
         """Numbers per response token, by column: what a loss may read."""
         extra = {name: values for name, values in self.columns.items() if isinstance(values[0], list)}
-        return {"rollout_logprobs": self.rollout_logprobs, "advantages": self.estimates.advantages, **extra}
+        generated = {"rollout_logprobs": self.rollout_logprobs} if self.rollout_logprobs else {}
+        return {**generated, "advantages": self.estimates.advantages, **extra}
 
     def actor_columns(self) -> pa.RecordBatch:
         """The actor's columns in claimed order: advantages, and what the critic shall learn."""
@@ -74,7 +68,8 @@ class Batch:
 
 def batch_columns(algorithm: Algorithm) -> tuple[str, ...]:
     """Columns that a trainer reads."""
-    return (*COLUMNS, *(name for name in algorithm.needs if name not in COLUMNS))
+    own = COLUMNS if "reward" in algorithm.needs else _OF_EVERY_ROW
+    return (*own, *(name for name in algorithm.needs if name not in own))
 
 
 def read_batch(rows: pa.RecordBatch, algorithm: Algorithm, state: Mapping[str, float]) -> Batch:
@@ -82,7 +77,7 @@ def read_batch(rows: pa.RecordBatch, algorithm: Algorithm, state: Mapping[str, f
     data: dict[str, list[Any]] = rows.to_pydict()
     order = np.argsort(np.array(data["sample_id"]), kind="stable")
     found = {name: [values[i] for i in order] for name, values in data.items()}
-    rewards = np.array(found["reward"], dtype=np.float64)
+    rewards = np.array(found.get("reward", [None] * len(order)), dtype=np.float64)
     masks = [np.array(mask, dtype=np.bool_) for mask in found["loss_mask"]]
     extra = {name: found[name] for name in batch_columns(algorithm) if name not in COLUMNS}
     scored = {name: _arrays(extra.get(name, found.get(name, []))) for name in (*extra, "rollout_logprobs")}
@@ -94,9 +89,9 @@ def read_batch(rows: pa.RecordBatch, algorithm: Algorithm, state: Mapping[str, f
         prompts=found["prompt_ids"],
         responses=found["response_ids"],
         loss_masks=found["loss_mask"],
-        rollout_logprobs=found["rollout_logprobs"],
+        rollout_logprobs=found.get("rollout_logprobs", []),
         columns=extra,
-        versions=found["policy_versions"],
+        versions=found.get("policy_versions", []),
         truncated=np.array(found["truncated"], dtype=bool),
         rewards=rewards,
         estimates=estimates,
@@ -147,20 +142,31 @@ def dealt(entry: BatchEntry, world_size: int) -> BatchEntry:
 def _updates(batch: Batch, step: int, recipe: Recipe, algorithm: Algorithm, world_size: int) -> list[Update]:
     lengths = [(len(p), len(r)) for p, r in zip(batch.prompts, batch.responses, strict=True)]
     counted = batch.counted
+    units = _units(batch, recipe.algorithm.group_size if algorithm.whole_groups else 1)
     found = []
     for epoch in range(recipe.train.epochs):
-        for rows in _mini_batches(len(batch.ids), recipe, seed=(recipe.run.seed, step, epoch)):
-            local = plan_micro_batches([lengths[i] for i in rows], recipe.train.micro_batch_tokens, world_size)
-            plan = tuple(tuple(tuple(rows[i] for i in micro) for micro in share) for share in local)
-            denominators = algorithm.denominators([int(counted[i]) for i in rows])
+        for chosen in _mini_batches(len(units), recipe, seed=(recipe.run.seed, step, epoch)):
+            together = [units[i] for i in chosen]
+            plan = plan_micro_batches(lengths, recipe.train.micro_batch_tokens, world_size, together)
+            denominators = algorithm.denominators([int(counted[i]) for unit in together for i in unit])
             found.append(Update(micro_batches=plan, denominators=denominators))
     return found
 
 
-def _mini_batches(rows: int, recipe: Recipe, *, seed: tuple[int, int, int]) -> list[list[int]]:
+def _units(batch: Batch, group_size: int) -> list[tuple[int, ...]]:
+    """Rows that must be in one micro-batch: whole groups, or each row. Groups that lack rows are none."""
+    if group_size == 1:
+        return [(row,) for row in range(len(batch.ids))]
+    members: dict[str, list[int]] = {}
+    for row, group in enumerate(batch.groups):
+        members.setdefault(group, []).append(row)
+    return [tuple(rows) for rows in members.values() if len(rows) == group_size]
+
+
+def _mini_batches(units: int, recipe: Recipe, *, seed: tuple[int, int, int]) -> list[list[int]]:
     """Cut a pass into mini-batches of nearly equal size, in a seeded order when there are several."""
-    count = min(recipe.train.mini_batches, rows)
-    order = np.arange(rows)
+    count = max(1, min(recipe.train.mini_batches, units))
+    order = np.arange(units)
     if count > 1:
-        order = np.random.default_rng(seed).permutation(rows)
-    return [sorted(int(i) for i in part) for part in np.array_split(order, max(1, count)) if len(part)]
+        order = np.random.default_rng(seed).permutation(units)
+    return [sorted(int(i) for i in part) for part in np.array_split(order, count)]

@@ -36,6 +36,7 @@ READS: Mapping[str, tuple[str, ...]] = {
     "prompts": (
         "run",
         "model",
+        "algorithm.name",
         "algorithm.group_size",
         "data",
         "rollout.batch_size_per_device",

@@ -158,9 +158,12 @@ def describe_line(line: Mapping[str, Any], steps: object = None) -> str:
         told = ", ".join(f"{name} {number(value.get('reward_mean'))}" for name, value in parts)
         return f"evaluation after step {step}: {told}"
     of = f"/{steps}" if steps else ""
-    figures = [f"reward {number(line.get('reward_mean'))} ± {number(line.get('reward_std'))}"]
+    figures = []
+    if "reward_mean" in line:
+        figures.append(f"reward {number(line['reward_mean'])} ± {number(line.get('reward_std'))}")
     for key, words, digits in (
         ("loss", "loss {}", 4),
+        ("accuracy", "{} of the pairs right", 3),
         ("response_tokens_mean", "{} tokens each", 1),
         ("tokens_per_s", "{} tokens/s", 0),
         ("step_s", "{} s", 2),

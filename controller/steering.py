@@ -379,7 +379,8 @@ class RunSteering:
         line["policy_version"] = version
         line["step_s"] = round(seconds, 4)
         line["ended_unix_s"] = round(time.time(), 4)
-        line["tokens_per_s"] = round(line.get("generated_tokens", 0) / seconds, 1)
+        tokens = line.get("generated_tokens", line.get("trained_tokens", 0))
+        line["tokens_per_s"] = round(tokens / seconds, 1)
         line["time_shares"] = self._time_shares(seconds)
         self._trackers.log(line)
         set_step_figures({**line, "seconds": seconds})

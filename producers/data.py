@@ -9,7 +9,7 @@ import datetime
 import difflib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from rlmq.common.user_code import find_beside, is_spec, load_function, split_spe
 Row = dict[str, Any]
 
 
-def load_rows(source: str, folder: Path, *, subject: str) -> list[Row]:
+def load_rows(source: str, folder: Path, *, subject: str, needs: Sequence[str] = ("prompt",)) -> list[Row]:
     """The rows of `.jsonl`, `.parquet` or `file.py:function` (called without arguments, returns rows).
 
     Every row has the same columns (absent ones are None) and a `prompt`: text, or chat messages. Keys of
@@ -32,6 +32,7 @@ def load_rows(source: str, folder: Path, *, subject: str) -> list[Row]:
         source: a name relative to `folder`, or absolute.
         folder: the recipe's folder.
         subject: the recipe's key, the beginning of error messages.
+        needs: columns that must be there; `prompt` is one of them.
 
     Raises:
         UsageError: missing, unreadable or empty; no `prompt`; a value that JSON has not (NaN included).
@@ -49,12 +50,13 @@ def load_rows(source: str, folder: Path, *, subject: str) -> list[Row]:
     if not raw:
         raise UsageError(label, got="no rows", expected="at least one row with a prompt")
     columns = list(dict.fromkeys(key for row in raw for key in row))
-    if "prompt" not in columns:
-        near = difflib.get_close_matches("prompt", columns, 1, 0.5)
-        remedy = f"Rename {near[0]!r} to 'prompt'" if near else ""
-        raise UsageError(
-            label, got=f"the columns {', '.join(columns)}", expected="a column 'prompt'", remedy=remedy
-        )
+    for name in needs:
+        if name not in columns:
+            near = difflib.get_close_matches(name, columns, 1, 0.5)
+            remedy = f"Rename {near[0]!r} to {name!r}" if near else ""
+            raise UsageError(
+                label, got=f"the columns {', '.join(columns)}", expected=f"a column {name!r}", remedy=remedy
+            )
     return [_row(raw_row, columns, f"{label}, row {number}") for number, raw_row in enumerate(raw, 1)]
 
 

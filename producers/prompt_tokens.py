@@ -39,6 +39,20 @@ class PromptTokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedResponse:
+    """A response that the data bring: `ids, mask` [tokens], and its text without special tokens.
+
+    `name` tells it from the others of its prompt (`chosen`); `cut`: the length policy took its end away.
+    """
+
+    name: str
+    ids: tuple[int, ...]
+    text: str
+    mask: tuple[bool, ...]
+    cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedPrompt:
     """One prompt, ready to be put: `ids` [tokens], their text, and the data row as JSON."""
 
@@ -46,6 +60,7 @@ class PreparedPrompt:
     ids: tuple[int, ...]
     text: str
     record: str
+    responses: tuple[PreparedResponse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,7 @@ def prompt_ids(tokenizer: PromptTokenizer, prompt: str | list[Any], *, subject: 
         while bos is not None and ids[:2] == [bos, bos]:
             del ids[0]
     else:
-        ids = _chat_ids(tokenizer, prompt, subject)
+        ids = chat_ids(tokenizer, prompt, subject)
     if not ids:
         raise UsageError(subject, got="no tokens", expected="a prompt of at least one token")
     return ids
@@ -96,6 +111,7 @@ def prepare_prompts(
     source: str,
     subject: str,
     progress: Callable[[], None] = lambda: None,
+    responses: Callable[[Row, str], tuple[PreparedResponse, ...] | None] = lambda _row, _where: (),
 ) -> PreparedPrompts:
     """Tokenise rows and apply the length policy.
 
@@ -103,15 +119,21 @@ def prepare_prompts(
         source: name of the data set, a column of its rows.
         subject: the recipe's key, the beginning of error messages; rows are counted from 1.
         progress: called now and then; tokenising a large data set takes minutes.
+        responses: makes those that a row brings; None: the row is skipped.
 
     Raises:
         UsageError: a prompt too long (policy `refuse`), longer than the model's context, or none left.
     """
     prompts: list[PreparedPrompt] = []
-    skipped = cut = 0
+    skipped = cut = long_answers = 0
     for number, row in enumerate(rows, 1):
         where = f"{subject}, row {number}"
-        ids = prompt_ids(tokenizer, row["prompt"], subject=where)
+        ids = row.get("prompt_ids") or prompt_ids(tokenizer, row["prompt"], subject=where)
+        answers = responses(row, where)
+        if answers is None:
+            skipped, long_answers = skipped + 1, long_answers + 1
+            continue
+        cut += any(answer.cut for answer in answers)
         if len(ids) > policy.max_prompt_tokens:
             if policy.long_prompts == "skip":
                 skipped += 1
@@ -119,11 +141,13 @@ def prepare_prompts(
             ids = _cut_left(ids, tokenizer.bos_token_id, policy, where)
             cut += 1
         _check_context(len(ids), policy, where)
-        prompts.append(_prepared(row, ids, tokenizer, source))
+        prompts.append(_prepared(row, ids, tokenizer, source, answers))
         if number % 256 == 0:
             progress()
     if not prompts:
         got = f"0 of {skipped} prompts with at most {policy.max_prompt_tokens} tokens"
+        if long_answers:
+            got += f", {long_answers} for a response of more than {policy.max_response_tokens}"
         raise UsageError(subject, got=got, expected="at least one prompt that is short enough", remedy=_RAISE_LIMIT)
     return PreparedPrompts(tuple(prompts), skipped, cut)
 
@@ -131,14 +155,21 @@ def prepare_prompts(
 _RAISE_LIMIT = "Raise data.max_prompt_tokens, or set data.long_prompts to skip or cut_left"
 
 
-def _chat_ids(tokenizer: PromptTokenizer, messages: list[Any], subject: str) -> list[int]:
+def chat_ids(tokenizer: PromptTokenizer, messages: list[Any], subject: str, *, open_turn: bool = True) -> list[int]:
+    """Tokens of messages by the model's template; with `open_turn`, the assistant's turn has begun at their end.
+
+    Raises:
+        UsageError: there is no template, or it raises.
+    """
     if not tokenizer.chat_template:
         remedy = "Give prompts as text, or a model whose tokenizer has a chat template"
         raise UsageError(
             subject, got="chat messages", expected="text: the model has no chat template", remedy=remedy
         )
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=open_turn, tokenize=True, return_dict=False
+        )
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
         expected = "messages that the model's chat template accepts"
@@ -168,6 +199,8 @@ def _check_context(tokens: int, policy: LengthPolicy, where: str) -> None:
         )
 
 
-def _prepared(row: Row, ids: list[int], tokenizer: PromptTokenizer, source: str) -> PreparedPrompt:
+def _prepared(
+    row: Row, ids: list[int], tokenizer: PromptTokenizer, source: str, responses: tuple[PreparedResponse, ...]
+) -> PreparedPrompt:
     text = str(tokenizer.decode(ids, skip_special_tokens=False))
-    return PreparedPrompt(source, tuple(ids), text, msgspec.json.encode(row).decode())
+    return PreparedPrompt(source, tuple(ids), text, msgspec.json.encode(row).decode(), responses)

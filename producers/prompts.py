@@ -10,17 +10,28 @@ from __future__ import annotations
 import select
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from rlmq.buffer.store import ExperienceStore
-from rlmq.common.columns import PROMPT_COLUMNS, arrow_schema
-from rlmq.common.models import folder_context_length, load_tokenizer, resolve_model
+from rlmq.common.algorithms import algorithm_of
+from rlmq.common.columns import DATA_COLUMNS, PROMPT_COLUMNS, arrow_schema
+from rlmq.common.models import eos_ids, folder_context_length, load_tokenizer, resolve_model
+from rlmq.common.recipe.schema import Recipe
 from rlmq.common.worker import CallHandler, WorkerContext
-from rlmq.producers.data import load_rows
+from rlmq.producers.data import Row, load_rows
 from rlmq.producers.prompt_order import PromptOrder
-from rlmq.producers.prompt_tokens import LengthPolicy, PreparedPrompt, PreparedPrompts, prepare_prompts
+from rlmq.producers.prompt_tokens import (
+    LengthPolicy,
+    PreparedPrompt,
+    PreparedPrompts,
+    PreparedResponse,
+    prepare_prompts,
+)
+from rlmq.producers.recorded_rows import load_answered_rows
+from rlmq.producers.response_tokens import ONE, PAIR, responses_of
 
 _CHUNKS_PER_STEP = 1_000_000  # sequence numbers of one producer grow with (step, chunk)
 
@@ -126,11 +137,14 @@ def load_prompts(context: WorkerContext) -> PromptSets:
         context_tokens=folder_context_length(model),
     )
 
-    def prepare(key: str, source: str, name: str) -> PreparedPrompts:
-        rows = load_rows(source, folder, subject=key)
-        subject = f"{key} ({source})"
-        return prepare_prompts(rows, tokenizer, policy, source=name, subject=subject, progress=context.progress)
+    def prepare(key: str, source: str, name: str, **how: Any) -> PreparedPrompts:
+        rows = read_rows(recipe, source, folder, subject=key)
+        subject, progress = f"{key} ({source})", context.progress
+        return prepare_prompts(rows, tokenizer, policy, source=name, subject=subject, progress=progress, **how)
 
+    if names := answers(recipe):
+        made = responses_of(tokenizer, policy, names, eos_ids(model, tokenizer))
+        return PromptSets(prepare("data.train", recipe.data.train, "train", responses=made), {})
     several = isinstance(recipe.data.eval, dict)
     evaluation = {
         name: prepare(f"data.eval.{name}" if several else "data.eval", source, name)
@@ -139,10 +153,24 @@ def load_prompts(context: WorkerContext) -> PromptSets:
     return PromptSets(prepare("data.train", recipe.data.train, "train"), evaluation)
 
 
+def answers(recipe: Recipe) -> tuple[str, ...]:
+    """Names of the responses that each row of the data brings; () where the policy generates them."""
+    if recipe.algorithm.online:
+        return ()
+    return PAIR if algorithm_of(recipe).whole_groups else ONE
+
+
+def read_rows(recipe: Recipe, source: str, folder: Path, *, subject: str) -> list[Row]:
+    """The rows of a data source of the recipe, as its algorithm needs them; see `load_rows`."""
+    if names := answers(recipe):
+        return load_answered_rows(source, folder, names, min_reward=recipe.data.min_reward, subject=subject)
+    return load_rows(source, folder, subject=subject)
+
+
 def chunk_rows(
     table: str, step: int, prompts: Sequence[PreparedPrompt], group_size: int, most_rows: int
 ) -> list[pa.RecordBatch]:
-    """The step's rows (PROMPT_COLUMNS) in chunks of whole groups.
+    """The step's rows in chunks of whole groups: PROMPT_COLUMNS, or DATA_COLUMNS where the data bring responses.
 
     A chunk has at most `most_rows` rows, the unit of generation; a greater group is a chunk of its own.
     """
@@ -160,6 +188,24 @@ def chunk_rows(
                 "prompt_text": prompt.text,
                 "record": prompt.record,
             }
-            rows += [{**row, "sample_id": f"{group_id}-{member:02d}"} for member in range(group_size)]
-        chunks.append(pa.RecordBatch.from_pylist(rows, schema=arrow_schema(PROMPT_COLUMNS)))
+            rows += _members(row, prompt.responses, group_size)
+        columns = DATA_COLUMNS if prompts[0].responses else PROMPT_COLUMNS
+        chunks.append(pa.RecordBatch.from_pylist(rows, schema=arrow_schema(columns)))
     return chunks
+
+
+def _members(row: Row, responses: Sequence[PreparedResponse], group_size: int) -> list[Row]:
+    """The rows of a group: `group_size` that differ in their names, or one for each response."""
+    if not responses:
+        return [{**row, "sample_id": f"{row['group_id']}-{member:02d}"} for member in range(group_size)]
+    return [
+        {
+            **row,
+            "sample_id": f"{row['group_id']}-{response.name or '00'}",
+            "response_ids": response.ids,
+            "response_text": response.text,
+            "loss_mask": response.mask,
+            "truncated": response.cut,
+        }
+        for response in responses
+    ]

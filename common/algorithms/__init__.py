@@ -12,6 +12,7 @@ from rlmq.common.algorithms import (
     cispo,
     dapo,
     decoupled_ppo,
+    dpo,
     dr_grpo,
     grpo,
     gspo,
@@ -20,6 +21,7 @@ from rlmq.common.algorithms import (
     remax,
     rloo,
     safe_rlhf,
+    sft,
 )
 from rlmq.common.errors import UsageError
 
@@ -40,6 +42,8 @@ ALGORITHMS: Mapping[str, Spec] = {
     "ppo": ppo.SPEC,
     "decoupled_ppo": decoupled_ppo.SPEC,
     "safe_rlhf": safe_rlhf.SPEC,
+    "sft": sft.SPEC,
+    "dpo": dpo.SPEC,
 }
 
 

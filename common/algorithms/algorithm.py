@@ -127,6 +127,14 @@ class Algorithm(Protocol):
     def greedy_baseline(self) -> bool:
         """Whether each group has one more member, generated greedily and never trained on."""
 
+    @property
+    def whole_groups(self) -> bool:
+        """Whether all rows of a group must be in one micro-batch; a group that lacks rows is left out then."""
+
+    @property
+    def scorer(self) -> bool:
+        """Whether the model that is trained scores responses, instead of writing them."""
+
     def estimate(self, batch: ScoredBatch) -> Estimates:
         """Advantages, and what the critic shall learn."""
 

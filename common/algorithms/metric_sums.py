@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-_COUNTS = ("tokens", "rows")
+_COUNTS = ("tokens", "rows", "pairs")
+_PER_PAIR = "_per_pair"
 
 
 def merge_sums(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -25,8 +26,8 @@ def merge_sums(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def metric_means(sums: Mapping[str, float], denominators: Iterable[float]) -> dict[str, float]:
     """Metrics of a step from its *global* sums.
 
-    `loss` is divided by the loss's denominators, every other sum by `tokens`; `tokens`, `rows` and `_max`
-    keys stay as they are.
+    `loss` is divided by the loss's denominators, `NAME_per_pair` by `pairs` (and is called `NAME` then), every
+    other sum by `tokens`; `tokens`, `rows`, `pairs` and `_max` keys stay as they are.
     """
     tokens = max(1.0, sums.get("tokens", 0.0))
     scale = 1.0
@@ -36,6 +37,8 @@ def metric_means(sums: Mapping[str, float], denominators: Iterable[float]) -> di
     for name, value in sums.items():
         if name in _COUNTS or name.endswith("_max"):
             means[name] = value
+        elif name.endswith(_PER_PAIR):
+            means[name.removesuffix(_PER_PAIR)] = value / max(1.0, sums["pairs"])
         else:
             means[name] = value / (scale if name == "loss" else tokens)
     return means

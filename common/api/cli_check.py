@@ -20,10 +20,11 @@ def check_command(path: Path, overrides: Sequence[str]) -> int:
     if problems:
         return int(ExitCode.USAGE)
     recipe = loaded.recipe
+    learns = f"rewards {', '.join(recipe.reward_names)}" if recipe.reward else "no rewards"
     print(
         f"{path}: fine. Run {recipe.run.name!r}, {recipe.train.steps} steps of "
         f"{recipe.data.prompts_per_step} × {recipe.algorithm.group_size} samples, "
-        f"rewards {', '.join(recipe.reward_names)}."
+        f"{learns}."
     )
     return 0
 
@@ -45,11 +46,11 @@ def data_sources(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _data_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
-    from rlmq.producers.data import load_rows
+    from rlmq.producers.prompts import read_rows
 
     for key, source in data_sources(loaded):
         try:
-            load_rows(source, loaded.folder, subject=key)
+            read_rows(loaded.recipe, source, loaded.folder, subject=key)
         except RlmqError as error:
             yield error
 
@@ -79,7 +80,6 @@ def _reward_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
             yield error
 
 
-def _print_error(message: str) -> None:
 def _environment_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     from rlmq.producers.episodes import make_environment
 
@@ -91,4 +91,5 @@ def _environment_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
         yield error
 
 
+def _print_error(message: str) -> None:
     print(f"error: {message}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ batch-log entry.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +23,22 @@ Plan = tuple[tuple[tuple[int, ...], ...], ...]
 _Number = TypeVar("_Number", np.int64, np.float32, np.bool_)
 
 
-def plan_micro_batches(lengths: Sequence[tuple[int, int]], budget_tokens: int, world_size: int) -> Plan:
+def plan_micro_batches(
+    lengths: Sequence[tuple[int, int]],
+    budget_tokens: int,
+    world_size: int,
+    units: Sequence[Sequence[int]] | None = None,
+) -> Plan:
     """Distribute rows over ranks and cut each rank's rows into micro-batches.
 
     Args:
         lengths: (prompt, response) tokens per row, in training order.
-        budget_tokens: most tokens of one micro-batch, padding included; a longer row goes alone.
+        budget_tokens: most tokens of one micro-batch, padding included; a longer unit goes alone.
         world_size: data-parallel ranks.
+        units: rows that stay together in one micro-batch; none: each row is one.
 
     Returns:
-        `plan[rank][i]`: row indices, ascending. Each row appears once. Ranks may have different numbers of
+        `plan[rank][i]`: row indices, ascending. Each row of a unit appears once. Ranks may have different numbers of
         micro-batches, or none: nothing collective happens before the optimizer step.
 
     Example:
@@ -45,8 +51,10 @@ def plan_micro_batches(lengths: Sequence[tuple[int, int]], budget_tokens: int, w
             got=f"world_size={world_size}, budget_tokens={budget_tokens}",
             expected="both at least 1",
         )
-    shares = _balanced_shares(lengths, world_size)
-    return tuple(tuple(_cut(share, lengths, budget_tokens)) for share in shares)
+    together = [(row,) for row in range(len(lengths))] if units is None else [tuple(unit) for unit in units]
+    sizes = [_size(unit, lengths) for unit in together]
+    shares = _balanced_shares(sizes, world_size)
+    return tuple(tuple(_cut(share, together, sizes, budget_tokens)) for share in shares)
 
 
 def padded_tokens(lengths: Sequence[tuple[int, int]], rows: Sequence[int]) -> int:
@@ -56,29 +64,44 @@ def padded_tokens(lengths: Sequence[tuple[int, int]], rows: Sequence[int]) -> in
     return len(rows) * (max(lengths[i][0] for i in rows) + max(lengths[i][1] for i in rows))
 
 
-def _balanced_shares(lengths: Sequence[tuple[int, int]], world_size: int) -> list[list[int]]:
-    """Longest row first, each to the rank with the fewest tokens so far (Graham's LPT rule)."""
+class _Size(NamedTuple):
+    """Of a unit: its longest prompt and response, and the tokens of all its rows."""
+
+    prompt: int
+    response: int
+    tokens: int
+
+
+def _size(unit: Sequence[int], lengths: Sequence[tuple[int, int]]) -> _Size:
+    prompts, responses = zip(*(lengths[row] for row in unit), strict=True)
+    return _Size(max(prompts), max(responses), sum(prompts) + sum(responses))
+
+
+def _balanced_shares(sizes: Sequence[_Size], world_size: int) -> list[list[int]]:
+    """Longest unit first, each to the rank with the fewest tokens so far (Graham's LPT rule)."""
     loads = [0] * world_size
     shares: list[list[int]] = [[] for _ in range(world_size)]
-    for row in sorted(range(len(lengths)), key=lambda i: (-sum(lengths[i]), i)):
+    for unit in sorted(range(len(sizes)), key=lambda i: (-sizes[i].tokens, i)):
         rank = min(range(world_size), key=lambda r: (loads[r], len(shares[r]), r))
-        shares[rank].append(row)
-        loads[rank] += sum(lengths[row])
+        shares[rank].append(unit)
+        loads[rank] += sizes[unit].tokens
     return shares
 
 
-def _cut(share: Sequence[int], lengths: Sequence[tuple[int, int]], budget_tokens: int) -> list[tuple[int, ...]]:
+def _cut(
+    share: Sequence[int], units: Sequence[tuple[int, ...]], sizes: Sequence[_Size], budget_tokens: int
+) -> list[tuple[int, ...]]:
     """Neighbours in length share a rectangle; rows in the same one return to their training order."""
     cuts: list[list[int]] = []
     longest_prompt = longest_response = 0
-    for row in sorted(share, key=lambda i: (-sum(lengths[i]), -lengths[i][0], i)):
-        prompt, response = max(longest_prompt, lengths[row][0]), max(longest_response, lengths[row][1])
-        if cuts and (len(cuts[-1]) + 1) * (prompt + response) <= budget_tokens:
-            cuts[-1].append(row)
+    for unit in sorted(share, key=lambda i: (-sizes[i].tokens, -sizes[i].prompt, i)):
+        prompt, response = max(longest_prompt, sizes[unit].prompt), max(longest_response, sizes[unit].response)
+        if cuts and (len(cuts[-1]) + len(units[unit])) * (prompt + response) <= budget_tokens:
+            cuts[-1] += units[unit]
             longest_prompt, longest_response = prompt, response
         else:
-            cuts.append([row])
-            longest_prompt, longest_response = lengths[row]
+            cuts.append(list(units[unit]))
+            longest_prompt, longest_response, _ = sizes[unit]
     return [tuple(sorted(cut)) for cut in cuts]
 
 

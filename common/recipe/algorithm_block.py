@@ -82,6 +82,13 @@ class AlgorithmBlock(Block):
     )
     loop: str | None = Field(default=None, description="Your own control loop, file.py:function(run).")
 
+    @property
+    def online(self) -> bool:
+        """Whether it learns from samples that the policy generates; else from rows that the data bring."""
+        from rlmq.common.algorithms import ALGORITHMS
+
+        return ALGORITHMS[self.name].online
+
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, given: Any) -> Any:

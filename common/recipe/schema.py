@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rlmq.common.recipe.algorithm_block import AlgorithmBlock
 from rlmq.common.recipe.block import Beta, Block, PositiveFloat, PositiveInt
@@ -38,9 +38,15 @@ class RunBlock(Block):
 class DataBlock(Block):
     """Prompts: files or functions, and how long a prompt may be."""
 
-    train: str = Field(description="Prompts: .jsonl, .parquet, or file.py:function returning a list of rows.")
+    train: str = Field(
+        description="Prompts: .jsonl, .parquet, or file.py:function returning a list of rows; where they bring "
+        "their responses, also the folder of a run's samples."
+    )
     eval: str | dict[str, str] | None = Field(
         default=None, description="Evaluation sets: one source, or a mapping of names to sources."
+    )
+    min_reward: float | None = Field(
+        default=None, description="Recorded rows with less reward are not trained on (sft, dpo, reward_model)."
     )
     max_prompt_tokens: PositiveInt = Field(default=512, description="Longest prompt in tokens, template included.")
     long_prompts: Literal["refuse", "skip", "cut_left"] = Field(
@@ -79,16 +85,17 @@ class RolloutBlock(Block):
     )
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of the sampling distribution.")
     top_k: int = Field(default=0, ge=0, description="Most likely tokens kept; 0 keeps all.")
+    environment: str | None = Field(
+        default=None,
+        description="file.py:Class that answers each turn of the policy; none: responses have one turn.",
+    )
+    max_turns: PositiveInt = Field(default=8, description="Most turns of the policy in one response.")
     batch_size_per_device: PositiveInt = Field(default=64, description="Most samples generated at once per worker.")
 
     @model_validator(mode="after")
     def _penalty_given(self) -> RolloutBlock:
         if self.truncated == "penalise" and self.truncation_penalty == 0:
             raise ValueError("truncation_penalty above 0 with truncated: penalise")
-    environment: str | None = Field(
-        default=None, description="file.py:Class that answers each turn of the policy; none: responses have one turn."
-    )
-    max_turns: PositiveInt = Field(default=8, description="Most turns of the policy in one response.")
         if self.truncated != "penalise" and self.truncation_penalty > 0:
             raise ValueError("truncated: penalise with a truncation_penalty")
         return self
@@ -246,7 +253,7 @@ class Recipe(Block):
     algorithm: AlgorithmBlock = Field(default_factory=AlgorithmBlock)
     data: DataBlock
     rollout: RolloutBlock = Field(default_factory=RolloutBlock)
-    reward: tuple[RewardBlock, ...] = Field(min_length=1)
+    reward: tuple[RewardBlock, ...] = Field(default=(), validate_default=True)
     train: TrainBlock
     placement: PlacementBlock = Field(default_factory=PlacementBlock)
     evaluate: EvaluateBlock = Field(default_factory=EvaluateBlock)
@@ -261,6 +268,29 @@ class Recipe(Block):
     deterministic: bool = Field(
         default=False, description="Results independent of timing, restarts and the number of rollout workers."
     )
+
+    @field_validator("data", "rollout")
+    @classmethod
+    def _generated(cls, block: Block, given: ValidationInfo) -> Block:
+        """Where nothing is generated, nothing is evaluated, and there is no temperature."""
+        algorithm = given.data.get("algorithm")
+        if algorithm is not None and not algorithm.online:
+            if isinstance(block, DataBlock) and block.eval is not None:
+                raise ValueError(f"no eval: {algorithm.name} generates nothing that could be scored")
+            if isinstance(block, RolloutBlock) and block.temperature != 1.0:
+                raise ValueError(f"temperature 1: {algorithm.name} learns the model's own distribution")
+        return block
+
+    @field_validator("reward")
+    @classmethod
+    def _rewarded(cls, reward: tuple[RewardBlock, ...], given: ValidationInfo) -> tuple[RewardBlock, ...]:
+        """What a policy generates is rewarded; what the data bring is not."""
+        algorithm = given.data.get("algorithm")
+        if algorithm is not None and algorithm.online and not reward:
+            raise ValueError(f"at least 1 item: {algorithm.name} learns from rewards")
+        if algorithm is not None and not algorithm.online and reward:
+            raise ValueError(f"no reward: {algorithm.name} learns from the responses of the data")
+        return reward
 
     @property
     def reward_names(self) -> tuple[str, ...]:
