@@ -16,8 +16,7 @@ def token_logprobs(
     """`log softmax(logits[source] / temperature)[tokens]`, and the entropy of the same distributions.
 
     Shapes: `logits` [places, vocabulary] of any float type; `source, tokens` [n]: the place that predicts a
-    token (several tokens may have the same one), and its id. Both results are [n] in float32. The log-probs
-    carry gradient, the entropy does not: it is a metric.
+    token (several tokens may have the same one), and its id. Both results are [n] in float32, and carry gradient.
     """
     logprobs, entropy = _TokenLogprobs.apply(logits, source, tokens, temperature)  # type: ignore[no-untyped-call]
     return logprobs, entropy
@@ -37,17 +36,26 @@ class _TokenLogprobs(torch.autograd.Function):
             total = torch.logsumexp(scaled, dim=-1)
             log_total[piece] = total
             entropy[piece] = total - (scaled * (scaled - total[:, None]).exp_()).sum(dim=-1)
-        ctx.save_for_backward(logits, source, tokens, log_total)
+        ctx.save_for_backward(logits, source, tokens, log_total, entropy)
         ctx.temperature = temperature
         chosen = logits[source, tokens].float() / temperature - log_total[source]
-        entropies = entropy[source]
-        ctx.mark_non_differentiable(entropies)
-        return chosen, entropies
+        ctx.set_materialize_grads(False)  # a loss without the entropy costs nothing for it
+        return chosen, entropy[source]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """d logprob / d logits = (one-hot(token) - softmax) / temperature."""
-        logits, source, tokens, log_total = ctx.saved_tensors
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None, of_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None, None, None]:
+        """d logprob / d logits = (one-hot(token) - softmax) / temperature.
+
+        d entropy / d logits = -softmax (log softmax + entropy) / temperature.
+        """
+        logits, source, tokens, log_total, entropy = ctx.saved_tensors
+        if gradient is None:
+            gradient = torch.zeros_like(log_total[source])
+        pull = None
+        if of_entropy is not None:
+            pull = torch.zeros_like(log_total).index_add_(0, source, of_entropy / ctx.temperature)
         by_place = torch.argsort(source, stable=True)
         source, tokens = source[by_place], tokens[by_place]
         shares = gradient[by_place] / ctx.temperature
@@ -55,8 +63,10 @@ class _TokenLogprobs(torch.autograd.Function):
         totals = torch.zeros_like(log_total).index_add_(0, source, shares)
         out = torch.empty_like(logits)
         for piece in _pieces(logits):
-            values = (logits[piece].float() / ctx.temperature).sub_(log_total[piece, None]).exp_()
-            values.mul_(-totals[piece, None])
+            values = (logits[piece].float() / ctx.temperature).sub_(log_total[piece, None])
+            spread = None if pull is None else (values + entropy[piece, None]).mul_(pull[piece, None])
+            values.exp_()
+            values.mul_(-totals[piece, None] if spread is None else -(spread + totals[piece, None]))
             first, last = torch.searchsorted(source, torch.tensor([piece.start, piece.stop], device=source.device))
             own = slice(int(first), int(last))
             flat = (source[own] - piece.start) * logits.shape[1] + tokens[own]
