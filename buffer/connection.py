@@ -262,6 +262,7 @@ class Link:
     def _run(self, commands: Sequence[Command], count: int) -> Sequence[Any]:
         """The replies of `count` functions, the last commands but for the end of a transaction."""
         backoff: _Backoff | None = None
+        loaded = False
         while True:
             replies = self.exchange(commands)
             if len(commands) > count:
@@ -274,18 +275,28 @@ class Link:
             if "Function not found" not in str(reply):
                 raise self._refusal(reply) or reply
             backoff = backoff or _Backoff(time.monotonic() + self._retry_s)
-            self._load_again(backoff)  # the server came back without it
+            if loaded and not backoff.sleep():
+                name = library.library_name()
+                remedy = f"Run: redis-cli FUNCTION DELETE {name}"
+                raise _unfit(_address(self._client), str(reply), f"all functions of {name}", remedy) from reply
+            loaded = self._load_again(backoff)  # the server came back without it
 
-    def _load_again(self, backoff: _Backoff) -> None:
-        """Load the library, or leave a pause in which somebody who may can do it, or the server comes back."""
+    def _load_again(self, backoff: _Backoff) -> bool:
+        """Load the library, or leave a pause in which somebody who may can do it, or the server comes back.
+
+        Returns:
+            Whether the server has a library of that name now.
+        """
         try:
             _load(self._client)
+            return True
         except _LibraryMissing:
             if not backoff.sleep():
                 raise
         except (redis.ConnectionError, redis.TimeoutError) as error:
             if not backoff.sleep():
                 raise self._away(error) from error
+        return False
 
     def exchange(self, commands: Sequence[Command]) -> list[Any]:
         """Send all commands at once and read all replies; an error reply is an exception in the list.

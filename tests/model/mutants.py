@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlmq.buffer import library
+from rlmq.buffer import connection, library
 
 README = Path(__file__).with_name("README.md")
 _FUNCTIONS = Path(library.__file__).parent / "functions"
@@ -251,12 +251,18 @@ def _functions(mutant: Mutant) -> Iterator[None]:
     text = (_FUNCTIONS / mutant.source).read_text(encoding="utf-8")
     before, body = library._body, library._body().replace(text, mutant.mutated(text))
     library._body = lambda: body  # type: ignore[assignment]
-    library.library_name.cache_clear()
+    _forget_names()
     try:
         yield
     finally:
         library._body = before
-        library.library_name.cache_clear()
+        _forget_names()
+
+
+def _forget_names() -> None:
+    """The library's name is part of what clients remember."""
+    library.library_name.cache_clear()
+    connection._head.cache_clear()
 
 
 @contextlib.contextmanager

@@ -464,3 +464,14 @@ def test_a_password_that_no_longer_holds_is_a_dependency_error(admin, worker_url
 def test_the_rules_refuse_a_name_that_would_widen_them():
     with pytest.raises(UsageError, match="run name"):
         acl.acl_rules("*")
+
+
+def test_a_library_that_lacks_functions_is_named_in_time(own_server, admin):
+    # given a server on which something else has the library's name
+    name = library.library_name()
+    admin.function_flush("SYNC")
+    admin.function_load(f"#!lua name={name}\nredis.register_function('something_else', function() return 1 end)")
+    # when a function is called, then the library is named before long
+    named = pytest.raises(DependencyError, match=f"all functions of {name}.*FUNCTION DELETE {name}")
+    with _linked(own_server.url, retry_s=0.5) as link, named:
+        link.call("note", RUN, "name", "value")
