@@ -16,9 +16,9 @@ OBEYED = "control"
 
 Verb = Literal["pause", "resume", "drain", "stop", "set"]
 
-ELASTIC = frozenset({"rollout", "reward", "reference"})
-"""Roles whose workers may come and go while the run goes on, as long as one is there; also beyond
-`placement.ROLE.workers`."""
+FIXED = frozenset({"prompts", "critic", "actor", "recorder"})
+"""Roles whose workers are all needed. Those of every other role, the user's nodes included, may come and go
+while the run goes on, as long as one is there; also beyond `placement.ROLE.workers`."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):

@@ -74,12 +74,14 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
         UsageError: no such algorithm.
     """
     from rlmq.common.algorithms import algorithm_of, spec_of
+    from rlmq.common.flow_nodes import with_nodes
 
     algorithm = algorithm_of(recipe)
     referee = Handing(**recipe.stages.reference.model_dump())
     if not spec_of(recipe.algorithm.name).online:
-        return offline_flow(algorithm.needs, reference=algorithm.needs_reference, referee=referee)
-    return sample_flow(
+        flow = offline_flow(algorithm.needs, reference=algorithm.needs_reference, referee=referee)
+        return with_nodes(flow, recipe.nodes)
+    flow = sample_flow(
         recipe.reward_names,
         actor_needs=algorithm.needs,
         reference=algorithm.needs_reference,
@@ -87,6 +89,7 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
         reward=Handing(**recipe.stages.reward.model_dump()),
         referee=referee,
     )
+    return with_nodes(flow, recipe.nodes)
 
 
 def sample_flow(
@@ -102,7 +105,7 @@ def sample_flow(
 
     Args:
         reward_names: columns `reward.NAME`.
-        actor_needs: columns without which the algorithm cannot train on a row.
+        actor_needs: columns without which the algorithm cannot train on a row; none: there is no actor.
         reference: whether a reference policy scores the rows of `train`.
         critics: columns that the critic writes (`values`); none: there is no critic.
         reward: how the reward workers are handed rows, in both tables.
@@ -117,9 +120,11 @@ def sample_flow(
         nodes.append(_reference(referee))
     if critics:
         nodes.append(FlowNode("critic", "critic", ("response_ids",), critic_columns(critics), (TRAIN,)))
+    if actor_needs:
+        needs = tuple(actor_needs)
+        nodes.append(FlowNode("actor", "actor", needs, actor_columns(critics), (TRAIN,), scope="batch"))
     return (
         *nodes,
-        FlowNode("actor", "actor", tuple(actor_needs), actor_columns(critics), (TRAIN,), scope="batch"),
         FlowNode("recorder", "recorder", (), tables=(TRAIN,), ended=True),
         FlowNode("evaluation", "recorder", ("reward",), tables=(EVAL,)),
     )

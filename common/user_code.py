@@ -64,7 +64,7 @@ def load_function(spec: str, folder: Path, *, subject: str) -> Callable[..., Any
             with the place in the user's file.
     """
     file, name = split_spec(spec, subject=subject)
-    module = _load_module(find_beside(file, folder, subject=subject), subject=subject)
+    module = load_module(find_beside(file, folder, subject=subject), subject=subject)
     function = getattr(module, name, None)
     if callable(function):
         found: Callable[..., Any] = function
@@ -132,7 +132,8 @@ class _FreshLoader(importlib.machinery.SourceFileLoader):
         return code
 
 
-def _load_module(path: Path, *, subject: str) -> types.ModuleType:
+def load_module(path: Path, *, subject: str) -> types.ModuleType:
+    """Import a user's file by path. Raises UsageError: it is no file, or raises when imported."""
     if not path.is_file():
         raise UsageError(subject, got=f"{path}, which is no file", expected="a Python file")
     path = path.resolve()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmq.common.processes import cores
-from rlmq.common.recipe.schema import Recipe, RolePlacement
+from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 
 _COMPUTE_ROLES = ("rollout", "reference", "actor")
@@ -50,6 +50,7 @@ READS: Mapping[str, tuple[str, ...]] = {
     "recorder": ("run", "reward", "evaluate", "redis"),
 }
 """Blocks and keys of the recipe that a process of each role reads."""
+_NODE_READS = ("run", "nodes", "algorithm.group_size", "redis")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,10 @@ class ProcessSpec:
 
 def threads(recipe: Recipe, role: str) -> int:
     """Compute threads of a process of this role: as placed, else all cores for roles that run a model."""
-    placed = getattr(recipe.placement, role, None)
-    if isinstance(placed, RolePlacement) and placed.threads is not None:
+    placed = recipe.place_of(role)
+    if placed is not None and placed.threads is not None:
         return placed.threads
-    return cores() if role in _COMPUTE_ROLES else 1
+    return cores() if role in _COMPUTE_ROLES or getattr(placed, "model", None) is not None else 1
 
 
 def process_environment(recipe: Recipe, role: str) -> dict[str, str | None]:
@@ -107,4 +108,5 @@ def process_specs(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], r
 
 
 def _spec(recipe: Recipe, role: str, index: int, argv: tuple[str, ...]) -> ProcessSpec:
-    return ProcessSpec(role, index, argv, process_environment(recipe, role), (*READS[role], "control"))
+    reads = (*READS.get(role, _NODE_READS), "control")
+    return ProcessSpec(role, index, argv, process_environment(recipe, role), reads)

@@ -106,7 +106,8 @@ class Controller:
             call_id = f"end/{dispatch.epoch}/{role}.{method}"
             return dispatch.call(call_id, role, method, args, deadline_s=self._recipe.deadlines.step_s)[0].value
 
-        self._saved = last("actor", "settle", step=steering.open_step - 1)
+        if "actor" in self._recipe.workers():
+            self._saved = last("actor", "settle", step=steering.open_step - 1)
         last("recorder", "flush")
         last("recorder", "report")
 

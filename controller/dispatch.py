@@ -15,7 +15,7 @@ import structlog
 
 from rlmq.common.bus import ControllerBus
 from rlmq.common.calls import Call, CallRecord, CallResult, Calls
-from rlmq.common.control import ELASTIC, OBEYED, Snapshot
+from rlmq.common.control import FIXED, OBEYED, Snapshot
 from rlmq.common.errors import DeadlineExceeded, ExitCode, Fenced, RlmqError, Terminated
 from rlmq.common.messages import CallBell, DesiredBell, Done, Goodbye, Heartbeat, Ordered, Report
 from rlmq.common.recipe.schema import Recipe
@@ -103,7 +103,7 @@ class Dispatch:
                 epoch=self.epoch,
                 step=self.noted_step()[0],
                 workers=workers,
-                quorum={role: 1 if role in ELASTIC else count for role, count in workers.items()},
+                quorum={role: 1 if role not in FIXED else count for role, count in workers.items()},
                 silence_s=recipe.deadlines.silence_s,
                 desired=tuple(one for one in desired if one is not None),
                 phase=wishes.get("phase", "run"),
@@ -129,7 +129,7 @@ class Dispatch:
         Raises:
             ControlLoopDiverged: the id is known with other content.
         """
-        everyone = ranks is None and role in ELASTIC
+        everyone = ranks is None and role not in FIXED
         self._asked[call_id] = Call(
             id=call_id, role=role, method=method, ranks=(), args=dict(args), epoch=self.epoch, everyone=everyone
         )

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from rlmq.common.calls import Desired, Phase
-from rlmq.common.control import ELASTIC, Wait
+from rlmq.common.control import FIXED, Wait
 from rlmq.common.errors import ExitCode, IntegrityError
 from rlmq.controller.events import (
     Asked,
@@ -285,7 +285,7 @@ def _asked(state: State, event: Asked) -> Advanced:
 
 def _everyone(state: State, role: str) -> tuple[int, ...]:
     """Of a role that may come and go those that are ready now, if any; else every rank of the recipe."""
-    ready = tuple(one.rank for one in present(state, role) if one.ready) if role in ELASTIC else ()
+    ready = tuple(one.rank for one in present(state, role) if one.ready) if role not in FIXED else ()
     return ready or tuple(range(state.workers.get(role, 0)))
 
 
@@ -322,7 +322,7 @@ def _looked(state: State, event: Looked) -> Advanced:
 def _releases(state: State, at: float) -> Iterator[Release]:
     """Ranks of open calls whose workers may come and go, and are not there: gone, lost, or never heard."""
     for call_id, call in state.calls.items():
-        for rank in call.silent if call.role in ELASTIC else ():
+        for rank in call.silent if call.role not in FIXED else ():
             worker = state.members.get((call.role, rank))
             if worker is None and at - call.since > state.silence_s:
                 yield Release(call_id=call_id, rank=rank, why="never heard")

@@ -54,6 +54,9 @@ class RolloutRole:
             eos_ids=self._eos,
             max_batch=recipe.rollout.batch_size_per_device,
         )
+        if "actor" not in recipe.workers():  # nobody sends weights: those of the recipe are version 0
+            self._engine.serve(0)
+            context.serving(0)
         self._transport = GlooTransport(timeout_s=recipe.deadlines.sync_s)
         self._sampling = {
             TRAIN: self._sampling_at(recipe.rollout.temperature),
@@ -114,6 +117,7 @@ class RolloutRole:
 
     def _generate(self, claim: Claim) -> None:
         self._context.activity("generating")
+        began = time.monotonic()
         try:
             finished = self._finished(claim)
             if finished is None:
@@ -125,6 +129,8 @@ class RolloutRole:
         except Fenced as error:  # the lease ran out: somebody else generates the same tokens
             self._context.log.warning("chunk was given to another worker", error=str(error))
             return
+        seconds = round(time.monotonic() - began, 3)
+        self._context.log.info("rollout.generated", table=claim.table, rows=claim.count, seconds=seconds)
         tokens = sum(len(r.token_ids) for r in finished.values())
         GENERATED_TOKENS.labels(table=claim.table).inc(tokens)
         ROWS_WRITTEN.labels(table=claim.table, stage="rollout").inc(claim.count)

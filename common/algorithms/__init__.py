@@ -21,6 +21,7 @@ from rlmq.common.algorithms import (
     remax,
     rloo,
     safe_rlhf,
+    score,
     sft,
 )
 from rlmq.common.errors import UsageError
@@ -42,6 +43,7 @@ ALGORITHMS: Mapping[str, Spec] = {
     "ppo": ppo.SPEC,
     "decoupled_ppo": decoupled_ppo.SPEC,
     "safe_rlhf": safe_rlhf.SPEC,
+    "score": score.SPEC,
     "sft": sft.SPEC,
     "dpo": dpo.SPEC,
 }

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlmq.common.dataflow import DataFlow as DataFlow
+    from rlmq.common.dataflow import Node as Node
+    from rlmq.common.lazy_model import load_hf_model as load_hf_model
 
 __version__ = _version("rlmq")
-__all__ = ["__version__"]
+
+_PLACES = {
+    "DataFlow": "rlmq.common.dataflow",
+    "Node": "rlmq.common.dataflow",
+    "load_hf_model": "rlmq.common.lazy_model",
+}
+"""Public name -> its module, which is imported when the name is used: `import rlmq` imports neither."""
+
+__all__ = ["DataFlow", "Node", "__version__", "load_hf_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'rlmq' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)

@@ -99,7 +99,10 @@ def controller(recipe: RecipeArgument, overrides: Overrides = None, run: RunOpti
 @ends_in_one_message
 def worker(
     role: Annotated[
-        str, typer.Argument(metavar="ROLE", help="prompts, rollout, reward, reference, actor or recorder.")
+        str,
+        typer.Argument(
+            metavar="ROLE", help="prompts, rollout, reward, reference, critic, actor, recorder or a node."
+        ),
     ],
     recipe: RecipeArgument,
     overrides: Overrides = None,
@@ -323,6 +326,21 @@ def keys(
     from rlmq.cli_keys import keys_command
 
     return keys_command(folder, role)
+
+
+@app.command()
+@ends_in_one_message
+def draw(
+    flow: Annotated[
+        str, typer.Argument(metavar="FLOW", help="A recipe, or a script with a DataFlow (my.py, my.py:flow).")
+    ],
+    overrides: Overrides = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it there instead.")] = None,
+) -> int:
+    """Draw the flow of a recipe or of a script: its nodes, and which columns they hand on."""
+    from rlmq.cli_draw import draw_command
+
+    return draw_command(flow, overrides or [], svg)
 
 
 @app.command()

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rlmq.common.dataflow import DataFlow
 from rlmq.common.errors import ExitCode, RlmqError, UsageError
+from rlmq.common.flow import flow_of
 from rlmq.common.recipe.load import LoadedRecipe, load_recipe
 from rlmq.common.user_code import find_beside, is_spec, load_function
 
@@ -31,7 +33,7 @@ def check_command(path: Path, overrides: Sequence[str]) -> int:
 
 def find_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     """Problems of what the recipe names: data, model, reward functions. Imports the user's files."""
-    for check in (_data_problems, _model_problems, _reward_problems, _environment_problems):
+    for check in (_data_problems, _model_problems, _reward_problems, _environment_problems, _node_problems):
         yield from check(loaded)
 
 
@@ -89,6 +91,20 @@ def _environment_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
             make_environment(spec, loaded.folder)
     except RlmqError as error:
         yield error
+
+
+def _node_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    try:
+        flow_of(loaded.recipe)
+    except RlmqError as error:
+        yield error
+    for block in loaded.recipe.nodes:
+        try:
+            found = load_function(block.function, loaded.folder, subject=f"node {block.name}")
+            if isinstance(found, DataFlow):
+                found.node(block.name)
+        except RlmqError as error:
+            yield error
 
 
 def _print_error(message: str) -> None:

@@ -9,7 +9,7 @@ import gc
 import importlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,11 @@ import structlog
 
 from rlmq.buffer.store import ExperienceStore
 from rlmq.common.calls import Calls
-from rlmq.common.control import ELASTIC
+from rlmq.common.control import FIXED
 from rlmq.common.errors import DeadlineExceeded, SchemaMismatch, SecondController, UsageError
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
+from rlmq.common.user_code import load_function
 from rlmq.common.worker import Role, WorkerContext
 
 ROLES: Mapping[str, str] = {
@@ -33,6 +34,7 @@ ROLES: Mapping[str, str] = {
 }
 """Role → class; each is constructed as `Class(context, store)`."""
 
+_NODE = "rlmq.producers.node:NodeRole"
 _CAPACITY_ROWS = 1_000_000
 """The schedule bounds what is in flight; the table's own limit is a fuse."""
 
@@ -91,13 +93,30 @@ def check_place(recipe: Recipe, role: str, index: int) -> None:
         UsageError: no such role, or fewer workers of it.
     """
     workers = recipe.workers()
-    if role not in ROLES:
-        raise UsageError("ROLE", got=repr(role), expected=f"one of {', '.join(ROLES)}")
-    if role in ELASTIC and role in workers:
+    known_roles = dict.fromkeys((*ROLES, *workers))
+    if role not in known_roles:
+        raise UsageError("ROLE", got=repr(role), expected=f"one of {', '.join(known_roles)}")
+    if role not in FIXED and role in workers:
         return
     if index >= workers.get(role, 0):
         known = f"0 to {workers[role] - 1}" if role in workers else "no worker of this role (kl_coef is 0)"
         raise UsageError(f"{role} --index", got=index, expected=known, remedy=f"Set placement.{role}.workers")
+
+
+def role_class(role: str, process: Process) -> Callable[..., Role]:
+    """What makes a role: rlmq's class, the user's own one (a node whose function is a class), or a node's.
+
+    Raises:
+        UsageError: the user's file has no such class or function.
+    """
+    node = next((block for block in process.recipe.nodes if block.name == role), None)
+    if node is not None:
+        found = load_function(node.function, process.recipe_folder, subject=f"node {role}")
+        if isinstance(found, type):
+            return found
+    module, _, name = ROLES.get(role, _NODE).partition(":")
+    made: Callable[..., Role] = getattr(importlib.import_module(module), name)
+    return made
 
 
 def wait_for_file(path: Path, what: str, deadline_s: float) -> None:
@@ -128,9 +147,7 @@ def worker_main(process: Process, role: str, rank: int) -> int:
 
     def make_role(context: WorkerContext) -> Role:
         gc.disable()  # imports make objects by the million and no garbage: looking for it is a quarter of the time
-        module, _, name = ROLES[role].partition(":")
-        found = getattr(importlib.import_module(module), name)
-        made: Role = found(context, process.store)
+        made: Role = role_class(role, process)(context, process.store)
         gc.freeze()
         gc.enable()
         return made

@@ -71,6 +71,9 @@ class GenerationEngine(Protocol):
     def pending(self) -> int:
         """Requests submitted and not yet returned."""
 
+    def serve(self, version: int) -> None:
+        """Serve the weights that the engine was built with as this version."""
+
     def begin_load(self, manifest: WeightManifest, version: int) -> None:
         """Start to receive weights; the old ones still serve. Refuses a manifest of another model."""
 

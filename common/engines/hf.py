@@ -159,6 +159,10 @@ class HfEngine:
         self._version = version
         self._forget()
 
+    def serve(self, version: int) -> None:
+        """Serve the weights that the model came with."""
+        self._version = version
+
     def abandon(self) -> None:
         """Drop a load that cannot be completed; the old version, which was never touched, goes on."""
         self._weights.abandon()

@@ -240,6 +240,10 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
         values["rollout"]["environment"] = place(recipe.rollout.environment, "rollout.environment")
     for i, block in enumerate(values["reward"]):
         block["function"] = place(block["function"], f"reward.{i}.function")
+    for i, node in enumerate(values["nodes"]):
+        node["function"] = place(node["function"], f"nodes.{i}.function")
+        if node["model"] is not None:
+            node["model"] = place(node["model"], f"nodes.{i}.model")
     return values
 
 

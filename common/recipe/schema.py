@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rlmq.common.recipe.algorithm_block import AlgorithmBlock
 from rlmq.common.recipe.block import Beta, Block, PositiveFloat, PositiveInt
+from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.reward_block import RewardBlock
 
 
@@ -254,6 +255,7 @@ class Recipe(Block):
     data: DataBlock
     rollout: RolloutBlock = Field(default_factory=RolloutBlock)
     reward: tuple[RewardBlock, ...] = Field(default=(), validate_default=True)
+    nodes: tuple[NodeBlock, ...] = ()
     train: TrainBlock
     placement: PlacementBlock = Field(default_factory=PlacementBlock)
     evaluate: EvaluateBlock = Field(default_factory=EvaluateBlock)
@@ -315,5 +317,9 @@ class Recipe(Block):
         from rlmq.common.flow import flow_of
 
         roles = dict.fromkeys(node.role for node in flow_of(self))
-        placed = {role: getattr(self.placement, role, None) for role in roles}
-        return {role: one.workers if isinstance(one, RolePlacement) else 1 for role, one in placed.items()}
+        return {role: getattr(self.place_of(role), "workers", 1) for role in roles}
+
+    def place_of(self, role: str) -> RolePlacement | NodeBlock | None:
+        """How many workers and threads a role was given; None: one worker, placed by nobody."""
+        node = next((node for node in self.nodes if node.name == role), None)
+        return node or getattr(self.placement, role, None)

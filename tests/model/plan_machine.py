@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from model.plan_world import LOOP, SILENCE_S, STEPS, WORKERS, Broken, World, holds
 
-from rlmq.common.control import ELASTIC, Order
+from rlmq.common.control import FIXED, Order
 from rlmq.common.errors import IntegrityError
 from rlmq.controller import events, plan
 
@@ -137,7 +137,7 @@ class PlanMachine(RuleBasedStateMachine):
         if world.broken:
             return
         world.records.orders.append(Order(verb="resume", at_unix_s=world.at))
-        alive = [one for one in world.processes.values() if one.role not in ELASTIC or one.rank == 0]
+        alive = [one for one in world.processes.values() if one.role in FIXED or one.rank == 0]
         for _ in range(len(LOOP) * STEPS * (int(SILENCE_S) + 10)):
             world.ask()
             for process in alive:

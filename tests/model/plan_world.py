@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from rlmq.common.calls import Desired
-from rlmq.common.control import ELASTIC, Order
+from rlmq.common.control import FIXED, Order
 from rlmq.controller import events
 
 INVARIANTS = {
@@ -281,7 +281,7 @@ class World:
 
     def _judge_release(self, call_id: str, rank: int) -> None:
         role = self.asked[call_id][0]
-        holds("mesh_waits", role in ELASTIC, f"{call_id} {rank}")
+        holds("mesh_waits", role not in FIXED, f"{call_id} {rank}")
         worker = self.state.members.get((role, rank))
         there = worker is not None and worker.incarnation and not worker.gone and not worker.lost
         holds("released_absent", not there, f"{call_id} {rank}: {worker}")

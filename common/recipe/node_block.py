@@ -1,0 +1,57 @@
+"""The items of the recipe's `nodes` list: the user's own stages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlmq.common.recipe.block import Block, PositiveFloat, PositiveInt
+
+ColumnKind = Literal["bool", "int", "float", "str", "list[int]", "list[float]"]
+
+
+class NodeBlock(Block):
+    """A node of the dataflow, with workers of its own."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", description="Its stage, its role and its processes: NAME-0.")
+    function: str = Field(
+        description="file.py:function of rows (with a model: of model and rows), file.py:FLOW that has the node, "
+        "or file.py:Class, a whole role."
+    )
+    reads: tuple[str, ...] = Field(
+        min_length=1, description="Columns that it waits for; the function sees no other."
+    )
+    writes: dict[str, ColumnKind] = Field(min_length=1, description="Columns that it returns, and their types.")
+    keep: str | None = Field(
+        default=None, description="A bool column that it writes: rows where it is false end here, as filtered."
+    )
+    reason: str = Field(default="not_kept", pattern=r"^\w+$", description="Why those rows were filtered.")
+    before: tuple[str, ...] = Field(
+        default=(), description="Stages that wait for it although they read none of its columns."
+    )
+    model: str | None = Field(
+        default=None, description="Hugging Face folder or hub id, built in the node's worker."
+    )
+    scope: Literal["row", "group"] = Field(default="row", description="What a claim never splits.")
+    workers: PositiveInt = Field(default=1, description="Processes of this node.")
+    threads: PositiveInt | None = Field(
+        default=None, description="Compute threads per process; none: all cores with a model, else 1."
+    )
+    max_rows: PositiveInt = Field(default=64, description="Most rows that the function gets at once.")
+    min_batch: PositiveInt = Field(
+        default=1, description="Rows that a worker waits for; fewer when the step has no more, or after max_wait_s."
+    )
+    max_wait_s: PositiveFloat | None = Field(
+        default=None, description="Longest that a ready row waits for min_batch; none: until the step has no more."
+    )
+    lease_s: PositiveFloat = Field(default=60.0, description="Longest call; after it another worker gets the rows.")
+    max_deliveries: int = Field(
+        default=3, ge=1, le=40, description="Times that rows are handed out before they end as dead letters."
+    )
+
+    @model_validator(mode="after")
+    def _kept_by_bool(self) -> NodeBlock:
+        if self.keep is not None and self.writes.get(self.keep) != "bool":
+            raise ValueError(f"keep: a bool column of writes, not {self.keep!r}")
+        return self

@@ -1,0 +1,129 @@
+"""The role of a user's node: claims rows that have what it reads, runs its function, writes what it returns.
+
+What the function raises, or returns in another form than the recipe says, is the end of the claim: the rows are
+delivered again, and after `max_deliveries` they are dead letters with the traceback.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+
+import pyarrow as pa
+
+from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
+from rlmq.buffer.tables import EVAL, TRAIN
+from rlmq.common.columns import arrow_schema
+from rlmq.common.dataflow import DataFlow
+from rlmq.common.errors import Fenced, Terminated, UsageError
+from rlmq.common.flow_nodes import node_columns
+from rlmq.common.lazy_model import HfModel, load_hf_model
+from rlmq.common.metrics import ROWS_ACKED, ROWS_WRITTEN
+from rlmq.common.node_rows import NodeRow, to_columns
+from rlmq.common.recipe.load import recipe_hash
+from rlmq.common.recipe.node_block import NodeBlock
+from rlmq.common.user_code import load_function, source_hash
+from rlmq.common.worker import CallHandler, WorkerContext
+
+
+class NodeRole:
+    """Runs one node's function in this process.
+
+    Raises:
+        UsageError: a function that cannot be found or imported, or a flow without this node.
+    """
+
+    def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
+        self._context = context
+        self._store = store
+        recipe = context.recipe
+        self._block = next(block for block in recipe.nodes if block.name == context.role)
+        self._function, model = node_function(self._block, context)
+        self._model = model
+        self._schema = arrow_schema(node_columns(self._block))
+        group = recipe.algorithm.group_size if self._block.scope == "group" else 1
+        self._max_rows = -(-max(self._block.max_rows, self._block.min_batch) // group) * group
+        source = source_hash(self._block.function, context.recipe_folder)
+        self._facts = Facts(tag=f"config {recipe_hash(recipe)} function {source}")
+        self._failed_rows = 0
+        self._last = ""
+
+    def handlers(self) -> Mapping[str, CallHandler]:
+        """`failures`: rows whose call failed so far, and the newest reason."""
+        return {"failures": lambda _: {"count": self._failed_rows, "last": self._last}}
+
+    def work(self) -> bool:
+        """Work on one claim; False when no row is ready."""
+        for table in (EVAL, TRAIN):
+            claim = self._store.claim(table, self._block.name, max_rows=self._max_rows, columns=self._block.reads)
+            if claim is not None:
+                self._context.activity("scoring")
+                try:
+                    self._work(claim)
+                except Fenced as error:  # somebody else has the rows now
+                    self._context.log.warning("node.lease_lost", table=table, error=str(error))
+                except Terminated:
+                    self._store.release(claim)
+                    raise
+                return True
+        return False
+
+    def wait(self, timeout_s: float, wake_fd: int) -> None:
+        """Sleep until a row may be ready."""
+        self._context.waits(f"rows of stage {self._block.name} in table {TRAIN}")
+        interests = [Interest(table, self._block.name) for table in (TRAIN, EVAL)]
+        self._store.wait(interests, timeout_s=timeout_s, wake_fd=wake_fd)
+
+    def close(self) -> None:
+        """The model goes with the process."""
+
+    def _work(self, claim: Claim) -> None:
+        began = time.monotonic()
+        name, block = self._block.name, self._block
+        try:
+            columns = to_columns(self._call(claim), block.writes, claim.count, subject=f"node {name}")
+        except (Terminated, Fenced):
+            raise
+        except Exception as error:  # noqa: BLE001 - the user's function may raise anything
+            self._failed_rows += claim.count
+            self._last = f"{type(error).__name__}: {error}"
+            self._context.log.warning("node.failed", table=claim.table, rows=claim.count, reason=self._last)
+            self._store.nack(claim, traceback.format_exc())
+            return
+        kept = columns[block.keep] if block.keep is not None else [True] * claim.count
+        ended = [index for index, one in enumerate(kept) if not one]
+        if ended:  # before the column, so that no stage ever sees such a row as kept
+            self._store.finish(claim, "filtered", block.reason, rows=ended)
+        if len(ended) < claim.count:
+            arrays = [pa.array(columns[field.name], field.type) for field in self._schema]
+            batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+            self._store.write(claim, batch, ack=True, facts=self._facts)
+        ROWS_WRITTEN.labels(claim.table, name).inc(claim.count)
+        ROWS_ACKED.labels(claim.table, name).inc(claim.count)
+        self._context.progress()
+        seconds = round(time.monotonic() - began, 3)
+        self._context.log.info(
+            "node.done", table=claim.table, rows=claim.count, filtered=len(ended), seconds=seconds
+        )
+
+    def _call(self, claim: Claim) -> object:
+        table = claim.rows.to_pylist()
+        rows = [NodeRow(self._block.name, {name: row[name] for name in self._block.reads}) for row in table]
+        return self._function(rows) if self._model is None else self._function(self._model, rows)
+
+
+def node_function(block: NodeBlock, context: WorkerContext) -> tuple[Callable[..., object], HfModel | None]:
+    """The function of a node, and its model if it has one, as the recipe or the user's flow names them."""
+    found = load_function(block.function, context.recipe_folder, subject=f"node {block.name}")
+    model = load_hf_model(block.model) if block.model is not None else None
+    function: Callable[..., object] = found
+    if isinstance(found, DataFlow):
+        node = found.node(block.name)
+        if node.forward_fn is None:
+            raise UsageError(f"node {block.name} of {block.function}", got="no forward_fn", expected="a function")
+        function = node.forward_fn
+        model = node.model if isinstance(node.model, HfModel) else model
+    if model is not None:
+        model.folder = context.recipe_folder
+    return function, model
