@@ -59,16 +59,37 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         UsageError: the folder has no model that transformers can load without running the folder's code.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+
+    return _loaded(AutoModelForCausalLM, Path(path), dtype)[0]
+
+
+def load_scoring_model(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, bool]:
+    """A sequence classifier with one label, on the CPU; and whether its head is a new one on a language model.
+
+    Raises:
+        UsageError: the folder has no model that transformers can load without running the folder's code, or one
+            with several labels.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    model, missing = _loaded(AutoModelForSequenceClassification, Path(path), dtype, heads=("score.",), num_labels=1)
+    return model, bool(missing)
+
+
+def _loaded(
+    kind: Any, folder: Path, dtype: torch.dtype, heads: tuple[str, ...] = (), **how: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and the tensors of `heads` that the folder lacks."""
+    from safetensors import SafetensorError
     from transformers.utils import logging as transformers_logging
 
-    folder = _checked(Path(path), str(path))
+    folder = _checked(folder, str(folder))
     transformers_logging.disable_progress_bar()
     try:
         # Padding masks need sdpa or eager; sdpa never materialises the scores of all heads.
         model: PreTrainedModel
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             folder,
             dtype=dtype,
             output_loading_info=True,
@@ -76,18 +97,20 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            **how,
         )
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise _unloadable("model", folder, error) from error
-    if report["missing_keys"]:
+    lacking = [name for name in report["missing_keys"] if not name.startswith(heads)]
+    if lacking:
         # transformers would fill them with random numbers.
         raise UsageError(
             f"model {folder}",
-            got=f"no weights for {min(report['missing_keys'])}",
+            got=f"no weights for {min(lacking)}",
             expected="every tensor of a causal language model",
             remedy="Name the folder of a whole model",
         )
-    return model
+    return model, [name for name in report["missing_keys"] if name not in lacking]
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

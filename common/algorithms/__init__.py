@@ -19,6 +19,7 @@ from rlmq.common.algorithms import (
     ppo,
     reinforce_pp,
     remax,
+    reward_model,
     rloo,
     safe_rlhf,
     score,
@@ -46,6 +47,7 @@ ALGORITHMS: Mapping[str, Spec] = {
     "score": score.SPEC,
     "sft": sft.SPEC,
     "dpo": dpo.SPEC,
+    "reward_model": reward_model.SPEC,
 }
 
 

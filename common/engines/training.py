@@ -37,11 +37,13 @@ class MicroBatch:
 class PolicyOutput:
     """What the policy says of the response tokens: `logprobs` and `entropy` [rows, R], zero where padded.
 
-    Both are of the distribution at the sampling temperature, so that they compare with the rollout's.
+    Both are of the distribution at the sampling temperature, so that they compare with the rollout's. A model
+    that scores responses says `scores` [rows] instead.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
+    scores: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
