@@ -52,7 +52,7 @@ class ActorRole:
         self._store = store
         recipe = context.recipe
         self._recipe = recipe
-        self._algorithm = algorithm_of(recipe)
+        self._algorithm = algorithm_of(recipe, context.recipe_folder)
         self._checkpoints = FileCheckpoints(context.run.checkpoints)
         self._model_folder = resolve_model(recipe.model, context.recipe_folder)
         self._tokenizer = load_tokenizer(self._model_folder)

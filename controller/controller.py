@@ -42,8 +42,10 @@ class Controller:
         calls: Calls,
         fingerprint: str,
         log: structlog.stdlib.BoundLogger,
+        folder: Path,
     ) -> None:
         self._recipe = recipe
+        self._folder = folder
         self._run = run
         self._store = store
         self._calls = calls
@@ -100,7 +102,7 @@ class Controller:
         self._await_workers(dispatch)
         steering.prepare()
         self._steering = steering
-        algorithm_of(self._recipe).loop(steering)
+        algorithm_of(self._recipe, self._folder).loop(steering)
 
         def last(role: str, method: str, **args: int) -> dict[str, Any]:
             call_id = f"end/{dispatch.epoch}/{role}.{method}"

@@ -6,6 +6,7 @@ Importing this package imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmq.common.algorithms import (
@@ -25,6 +26,7 @@ from rlmq.common.algorithms import (
     score,
     sft,
 )
+from rlmq.common.algorithms.own_functions import with_own_functions
 from rlmq.common.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,10 +65,15 @@ def spec_of(name: str) -> Spec:
     return spec
 
 
-def algorithm_of(recipe: Recipe) -> Algorithm:
+def algorithm_of(recipe: Recipe, folder: Path | None = None) -> Algorithm:
     """The algorithm of the recipe's `algorithm` block.
+
+    Args:
+        recipe: the recipe.
+        folder: what the names of the user's own functions are relative to; without it they are left out.
 
     Raises:
         UsageError: no such algorithm.
     """
-    return spec_of(recipe.algorithm.name).build(recipe)
+    algorithm = spec_of(recipe.algorithm.name).build(recipe)
+    return algorithm if folder is None else with_own_functions(algorithm, recipe.algorithm, folder)

@@ -144,6 +144,9 @@ class Algorithm(Protocol):
     def loss(self, output: PolicyOutput, batch: MicroBatch, state: Mapping[str, float]) -> LossTerms:
         """The actor's loss as an unnormalised sum, and metric sums. `state` is what `estimate` returned."""
 
+    def aggregate(self, per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Numbers of tokens [rows, R], 0 where masked, as the sum that `denominators` belong to."""
+
     def value_loss(self, values: Mapping[str, torch.Tensor], batch: MicroBatch) -> LossTerms:
         """The critic's loss as an unnormalised sum over counted tokens.
 

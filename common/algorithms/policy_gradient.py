@@ -202,7 +202,7 @@ class PolicyGradient:
         if "rollout_logprobs" in batch.columns:
             off = torch.where(mask, batch.columns["rollout_logprobs"], 0.0) - new.detach()
             sums["kl_k1"], sums["kl_k3"] = off.sum(), kl_of_tokens(off, "k3").sum()
-        loss_sum = self._aggregate(torch.where(mask, per_token, 0.0), mask)
+        loss_sum = self.aggregate(torch.where(mask, per_token, 0.0), mask)
         sums["tokens"], sums["loss"] = mask.sum(), loss_sum
         return LossTerms(loss_sum, {name: value.detach() for name, value in sums.items()})
 
@@ -218,7 +218,7 @@ class PolicyGradient:
             return batch.columns["rollout_logprobs"]
         return batch.columns.get("old_logprobs", output.logprobs.detach())
 
-    def _aggregate(self, per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def aggregate(self, per_token: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The sum that `denominators` belong to; a row's own length is known here, other rows' are not."""
         if self._block.loss_agg == "sequence_mean":
             return (per_token.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum()

@@ -29,7 +29,7 @@ class Sft(Offline):
         from rlmq.common.engines.training import LossTerms
 
         mask = batch.response_mask > 0
-        loss_sum = self._aggregate(torch.where(mask, -output.logprobs, 0.0), mask)
+        loss_sum = self.aggregate(torch.where(mask, -output.logprobs, 0.0), mask)
         entropy = torch.where(mask, output.entropy, 0.0).sum()
         return LossTerms(loss_sum, {"tokens": mask.sum(), "loss": loss_sum.detach(), "entropy": entropy})
 

@@ -33,7 +33,7 @@ def check_command(path: Path, overrides: Sequence[str]) -> int:
 
 def find_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     """Problems of what the recipe names: data, model, reward functions. Imports the user's files."""
-    for check in (_data_problems, _model_problems, _reward_problems, _environment_problems, _node_problems):
+    for check in (_data_problems, _model_problems, _reward_problems, _algorithm_problems, _environment_problems, _node_problems):
         yield from check(loaded)
 
 
@@ -80,6 +80,19 @@ def _reward_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
             load_function(block.function, loaded.folder, subject=f"reward.{index}.function")
         except RlmqError as error:
             yield error
+
+
+def _algorithm_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    from rlmq.common.algorithms import algorithm_of
+    from rlmq.common.algorithms.own_functions import OwnFunctions
+
+    try:
+        algorithm = algorithm_of(loaded.recipe, loaded.folder)
+    except RlmqError as error:
+        yield error
+        return
+    if isinstance(algorithm, OwnFunctions):
+        yield from algorithm.trial(loaded.recipe)
 
 
 def _environment_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:

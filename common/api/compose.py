@@ -185,7 +185,13 @@ def controller_main(process: Process) -> int:
     from rlmq.controller.dispatch import EPOCH_LEASE_S
 
     controller = Controller(
-        process.recipe, process.run, process.store, process.calls, process.fingerprint, process.log
+        process.recipe,
+        process.run,
+        process.store,
+        process.calls,
+        process.fingerprint,
+        process.log,
+        process.recipe_folder,
     )
     deadline = time.monotonic() + EPOCH_LEASE_S + _LEASE_MARGIN_S
     told = False

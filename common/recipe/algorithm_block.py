@@ -49,10 +49,10 @@ class AlgorithmBlock(Block):
     old_logprobs: Literal["trainer", "rollout"] = Field(
         default="trainer", description="Whose log-probs are the denominator of the ratio."
     )
-    importance: Literal["none", "truncated", "masked"] = Field(
+    importance: Literal["none", "full", "truncated", "masked"] = Field(
         default="none",
-        description="Correction of what the rollout's log-probs differ from the trainer's: weights cut at "
-        "importance_cap, or tokens beyond it left out.",
+        description="Correction of what the rollout's log-probs differ from the trainer's: weights as they are, "
+        "cut at importance_cap, or tokens beyond it left out.",
     )
     importance_cap: PositiveFloat = Field(default=2.0, description="Greatest such weight.")
     gamma: float = Field(default=1.0, ge=0, le=1, description="Discount per token.")
@@ -116,4 +116,13 @@ class AlgorithmBlock(Block):
         ]
         if unread:
             raise ValueError(f"only keys that {self.name} reads ({', '.join(sorted(spec.keys))}), not {unread[0]}")
+        return self
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AlgorithmBlock:
+        """No key is given that another one leaves without effect."""
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_coef above 0 where kl_target is given: it is what is steered")
+        if self.importance != "none" and self.old_logprobs == "rollout":
+            raise ValueError("old_logprobs: trainer with importance: else the ratio itself is to the rollout")
         return self

@@ -238,6 +238,9 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
         data["eval"] = {key: place(name, f"data.eval.{key}") for key, name in recipe.data.eval.items()}
     if recipe.rollout.environment is not None:
         values["rollout"]["environment"] = place(recipe.rollout.environment, "rollout.environment")
+    for key in ("advantage", "loss", "loop"):
+        if values["algorithm"][key] is not None:
+            values["algorithm"][key] = place(values["algorithm"][key], f"algorithm.{key}")
     for i, block in enumerate(values["reward"]):
         block["function"] = place(block["function"], f"reward.{i}.function")
     for i, node in enumerate(values["nodes"]):
