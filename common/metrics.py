@@ -135,6 +135,11 @@ _STEP_FIGURES: Mapping[str, tuple[str, str]] = {
     "lr": ("lr", "Learning rate that the step used."),
     "response_tokens_mean": ("response_tokens_mean", "Mean response length in tokens."),
     "staleness_mean": ("staleness_mean", "Mean trainer version minus the oldest version in a sample."),
+    "value_loss": ("value_loss", "Loss of the critic."),
+    "value_mean": ("value_mean", "Mean value that the critic gave the step's tokens."),
+    "explained_variance": ("explained_variance", "Share of the returns' variance that the values explain."),
+    "multiplier": ("cost_multiplier", "Weight of the cost (Safe-RLHF)."),
+    "cost_mean": ("cost_mean", "Mean cost of the step's samples."),
     "seconds": ("seconds", "Wall-clock seconds of the step."),
 }
 STEP_FIGURES: Mapping[str, Gauge] = {

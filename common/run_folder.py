@@ -75,6 +75,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def critic_checkpoints(self) -> Path:
+        """Those of the critic, with its heads in the place of the model's own."""
+        return self.path / "critic_checkpoints"
+
+    @property
     def batch_log(self) -> Path:
         """The batch log."""
         return self.path / "batch_log.jsonl"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from rlmq.buffer.store import RowRange
 from rlmq.common.algorithms.algorithm import Algorithm, Estimates, Floats, ScoredBatch
 from rlmq.common.columns import actor_columns, arrow_schema, returns_column
 from rlmq.common.engines.micro_batches import plan_micro_batches
-from rlmq.common.recipe.schema import Recipe
+from rlmq.common.recipe.schema import Recipe, TrainBlock
 
 _OF_EVERY_ROW = ("sample_id", "group_id", "prompt_ids", "response_ids", "loss_mask", "truncated")
 _OF_GENERATED_ROWS = ("rollout_logprobs", "policy_versions", "reward")
@@ -111,45 +110,84 @@ def plan_step(
     recipe: Recipe,
     algorithm: Algorithm,
     world_size: int,
+    update: bool = True,
 ) -> BatchEntry:
-    """The step's batch-log entry: a pure function of the rows, the recipe and the world size."""
+    """The step's batch-log entry: a pure function of the rows, the recipe and the world size.
+
+    Without `update` the policy stays as it is.
+    """
     flat_versions = [v for versions in batch.versions for v in versions] or [step - 1]
     return BatchEntry(
         step=step,
         policy_version=step,
         rows=tuple(batch.ids),
         ranges=tuple(LoggedRange(r.chunk, r.first, r.count, r.use) for r in ranges),
-        updates=tuple(_updates(batch, step, recipe, algorithm, world_size)),
+        updates=tuple(_updates(batch, step, recipe, algorithm, world_size)) if update else (),
         behaviour_versions=(min(flat_versions), max(flat_versions)),
         seed=recipe.run.seed,
         state=dict(batch.estimates.state),
         figures=dict(batch.estimates.metrics),
+        critic_updates=tuple(_critic_updates(batch, step, recipe)) if algorithm.critics else (),
     )
 
 
-def dealt(entry: BatchEntry, world_size: int) -> BatchEntry:
-    """The entry for another number of ranks: its micro-batches dealt round. Sums differ in their last bits."""
-    if len(entry.updates[0].micro_batches) == world_size:
-        return entry
-    updates = []
-    for update in entry.updates:
+def dealt(updates: tuple[Update, ...], world_size: int) -> tuple[Update, ...]:
+    """The updates for another number of ranks: micro-batches dealt round. Sums differ in their last bits."""
+    if not updates or len(updates[0].micro_batches) == world_size:
+        return updates
+    found = []
+    for update in updates:
         micro_batches = [micro for share in update.micro_batches for micro in share]
         shares = tuple(tuple(micro_batches[rank::world_size]) for rank in range(world_size))
-        updates.append(Update(shares, update.denominators))
-    return msgspec.structs.replace(entry, updates=tuple(updates))
+        found.append(Update(shares, update.denominators))
+    return tuple(found)
 
 
 def _updates(batch: Batch, step: int, recipe: Recipe, algorithm: Algorithm, world_size: int) -> list[Update]:
-    lengths = [(len(p), len(r)) for p, r in zip(batch.prompts, batch.responses, strict=True)]
-    counted = batch.counted
     units = _units(batch, recipe.algorithm.group_size if algorithm.whole_groups else 1)
+    counted = batch.counted
+
+    def denominators(rows: Sequence[int]) -> tuple[float, ...]:
+        return algorithm.denominators([int(counted[i]) for i in rows])
+
+    return _planned(batch, step, recipe, recipe.train, units, denominators, world_size)
+
+
+def _critic_updates(batch: Batch, step: int, recipe: Recipe) -> list[Update]:
+    """The critic's loss is a mean over all counted tokens."""
+    counted = batch.counted
+
+    def denominators(rows: Sequence[int]) -> tuple[float, ...]:
+        return (float(max(1, sum(int(counted[i]) for i in rows))),)
+
+    return _planned(
+        batch,
+        step,
+        recipe,
+        recipe.critic.training(recipe.train),
+        _units(batch, 1),
+        denominators,
+        recipe.placement.critic.workers,
+    )
+
+
+def _planned(
+    batch: Batch,
+    step: int,
+    recipe: Recipe,
+    train: TrainBlock,
+    units: Sequence[tuple[int, ...]],
+    denominators: Callable[[Sequence[int]], tuple[float, ...]],
+    world_size: int,
+) -> list[Update]:
+    """Passes times mini-batches of units of rows."""
+    lengths = [(len(p), len(r)) for p, r in zip(batch.prompts, batch.responses, strict=True)]
     found = []
-    for epoch in range(recipe.train.epochs):
-        for chosen in _mini_batches(len(units), recipe, seed=(recipe.run.seed, step, epoch)):
+    for epoch in range(train.epochs):
+        for chosen in _mini_batches(len(units), train.mini_batches, seed=(recipe.run.seed, step, epoch)):
             together = [units[i] for i in chosen]
-            plan = plan_micro_batches(lengths, recipe.train.micro_batch_tokens, world_size, together)
-            denominators = algorithm.denominators([int(counted[i]) for unit in together for i in unit])
-            found.append(Update(micro_batches=plan, denominators=denominators))
+            plan = plan_micro_batches(lengths, train.micro_batch_tokens, world_size, together)
+            found.append(Update(plan, denominators([row for unit in together for row in unit])))
     return found
 
 
@@ -163,9 +201,9 @@ def _units(batch: Batch, group_size: int) -> list[tuple[int, ...]]:
     return [tuple(rows) for rows in members.values() if len(rows) == group_size]
 
 
-def _mini_batches(units: int, recipe: Recipe, *, seed: tuple[int, int, int]) -> list[list[int]]:
+def _mini_batches(units: int, most: int, *, seed: tuple[int, int, int]) -> list[list[int]]:
     """Cut a pass into mini-batches of nearly equal size, in a seeded order when there are several."""
-    count = max(1, min(recipe.train.mini_batches, units))
+    count = max(1, min(most, units))
     order = np.arange(units)
     if count > 1:
         order = np.random.default_rng(seed).permutation(units)

@@ -63,6 +63,7 @@ class FileCheckpoints:
         world_size: int = 1,
         recipe_hash: str = "",
         figures: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write the checkpoint of a step; nobody sees it before it is whole and on disk.
 
@@ -75,6 +76,7 @@ class FileCheckpoints:
             world_size: trainer ranks.
             recipe_hash: of the recipe that trained.
             figures: the step's metrics.
+            config: what `config.json` shall say beside the model folder's.
 
         Raises:
             DependencyError: the disk is full or the folder cannot be written; older checkpoints are as before.
@@ -85,7 +87,7 @@ class FileCheckpoints:
             try:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir(parents=True)
-                files = _copy_model_files(Path(model_folder), unfinished, weights)
+                files = _copy_model_files(Path(model_folder), unfinished, weights, config or {})
                 own = without_aliases(weights.items())
                 files |= write_tensors(unfinished, _WEIGHTS, own, self._max_file_bytes)
                 files |= write_tensors(unfinished, _OPTIMIZER, optimizer_state, self._max_file_bytes)
@@ -126,12 +128,17 @@ class FileCheckpoints:
             return found
 
     @contextmanager
-    def reading_newest(self) -> Iterator[tuple[Path, CheckpointManifest] | None]:
-        """The newest whole checkpoint, not to be removed meanwhile; others are skipped, with the reason logged."""
+    def reading_newest(self, until: int | None = None) -> Iterator[tuple[Path, CheckpointManifest] | None]:
+        """The newest whole checkpoint (up to a step), not to be removed meanwhile.
+
+        Others are skipped, with the reason logged.
+        """
         for path, reason in self.unfinished():
             _log.warning("checkpoint_skipped", path=str(path), reason=reason)
         for step in reversed(self.steps()):
             path = self.path(step)
+            if until is not None and step > until:
+                continue
             with reading(path):
                 try:
                     manifest = self.verify(path)
@@ -176,12 +183,25 @@ class FileCheckpoints:
         Raises:
             IntegrityError: the files are damaged.
         """
+        return self._tensors(path, _OPTIMIZER)
+
+    def weights(self, path: Path) -> dict[str, torch.Tensor]:
+        """The weights of a checkpoint by name, as `optimizer_state`."""
+        return self._tensors(path, _WEIGHTS)
+
+    def forget(self, after: int) -> None:
+        """Remove the checkpoints of steps that were taken back."""
+        for step in self.steps():
+            if step > after:
+                self._remove(step)
+
+    def _tensors(self, path: Path, kind: str) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
 
         manifest = _read_manifest(path)
         state: dict[str, torch.Tensor] = {}
         for name in manifest.files:
-            if name.startswith(f"{_OPTIMIZER}") and name.endswith(".safetensors"):
+            if name.startswith(kind) and name.endswith(".safetensors"):
                 _verify_file(path, manifest, name)
                 state |= load_file(path / name)
         return state
@@ -265,7 +285,9 @@ def _telling_disk_errors(subject: Path) -> Iterator[None]:
         ) from error
 
 
-def _copy_model_files(source: Path, target: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _copy_model_files(
+    source: Path, target: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> dict[str, str]:
     """Configuration and tokenizer; the configuration tells the type of the weights. Returns the files' SHA-256."""
     hashes = {}
     for pattern in _COPIED:
@@ -274,20 +296,21 @@ def _copy_model_files(source: Path, target: Path, weights: Mapping[str, torch.Te
                 continue
             content = path.read_bytes()
             if path.name == "config.json":
-                content = _with_dtype(content, weights)
+                content = _config(content, weights, config)
             hashes[path.name] = write_file(target / path.name, [content])
     if "config.json" not in hashes:
         raise UsageError(f"model folder {source}", expected="a config.json in it")
     return hashes
 
 
-def _with_dtype(config: bytes, weights: Mapping[str, torch.Tensor]) -> bytes:
+def _config(config: bytes, weights: Mapping[str, torch.Tensor], more: Mapping[str, Any]) -> bytes:
     dtypes = {str(t.dtype).removeprefix("torch.") for t in weights.values() if t.is_floating_point()}
-    if len(dtypes) != 1:
+    if len(dtypes) != 1 and not more:
         return config
-    told = json.loads(config)
-    told.pop("torch_dtype", None)
-    told["dtype"] = dtypes.pop()
+    told = {**json.loads(config), **more}
+    if len(dtypes) == 1:
+        told.pop("torch_dtype", None)
+        told["dtype"] = dtypes.pop()
     return (json.dumps(told, indent=2, sort_keys=True) + "\n").encode()
 
 

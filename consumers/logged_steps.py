@@ -109,7 +109,6 @@ class LoggedSteps:
         for entry in self._log.entries(known):
             if entry.step <= step:
                 self.tell(entry)
-        self._store.advance(step)
 
     def cut_back(self, durable: int) -> None:
         """Take back the logged steps whose rows the server lost and no checkpoint covers.

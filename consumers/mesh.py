@@ -1,4 +1,4 @@
-"""The trainer mesh: the actor's ranks as one process group, which shares its fate.
+"""A trainer mesh: the ranks of actor or critic as one process group, which shares its fate.
 
 Rank 0 opens a meeting place on a free port and leaves its address as a note; the others find it there. A
 rank that dies makes the others' next collective fail; they end with exit code 75 and the mesh meets anew.
@@ -21,7 +21,6 @@ from rlmq.common.errors import RestartRequired
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_NOTE = "actor_mesh"
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
 _ANSWER_S = 1.0
@@ -76,7 +75,7 @@ class Mesh:
         return [bytes(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes, strict=True)]
 
 
-def meet(calls: Calls, *, rank: int, size: int, incarnation: int, timeout_s: float) -> Mesh:
+def meet(calls: Calls, *, role: str, rank: int, size: int, incarnation: int, timeout_s: float) -> Mesh:
     """Join the mesh of this generation, which rank 0 opens; no generation takes a rank twice.
 
     Raises:
@@ -86,7 +85,9 @@ def meet(calls: Calls, *, rank: int, size: int, incarnation: int, timeout_s: flo
         return Mesh(None, 0, 1)
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        store = _open(calls, size, timeout) if rank == 0 else _find(calls, rank, incarnation, timeout_s)
+        note = f"{role}_mesh"
+        first = rank == 0
+        store = _open(calls, note, size, timeout) if first else _find(calls, note, rank, incarnation, timeout_s)
         gloo: Any = dist.ProcessGroupGloo  # torch's stub does not call it a ProcessGroup
         group: dist.ProcessGroup = gloo(dist.PrefixStore("ranks", store), rank, size, timeout)
     except RuntimeError as error:
@@ -94,30 +95,30 @@ def meet(calls: Calls, *, rank: int, size: int, incarnation: int, timeout_s: flo
     return Mesh(group, rank, size)
 
 
-def _open(calls: Calls, size: int, timeout: datetime.timedelta) -> dist.Store:
+def _open(calls: Calls, note: str, size: int, timeout: datetime.timedelta) -> dist.Store:
     """Rank 0's meeting place, with every other rank there; each is told which process of it is meant."""
     listener = socket.create_server((_HOST, 0))  # torch's own would be open on all interfaces
     port = int(listener.getsockname()[1])
     store = dist.TCPStore(
         _HOST, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
     )
-    calls.note(_NOTE, {"port": port})
+    calls.note(note, {"port": port})
     store.wait([f"here/{rank}" for rank in range(1, size)], timeout)
     for rank in range(1, size):
         store.set(f"taken/{rank}", store.get(f"here/{rank}").decode())
     return store
 
 
-def _find(calls: Calls, rank: int, incarnation: int, timeout_s: float) -> dist.Store:
+def _find(calls: Calls, name: str, rank: int, incarnation: int, timeout_s: float) -> dist.Store:
     """Rank 0's meeting place; one that is left, or has taken an earlier process of this rank, is passed over."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        note = calls.noted(_NOTE)
+        note = calls.noted(name)
         if note is not None and _answers(int(note["port"])):
             with contextlib.suppress(RuntimeError):  # rank 0 left meanwhile
                 store = dist.TCPStore(_HOST, int(note["port"]), is_master=False, timeout=_CONNECT)
                 store.set(f"here/{rank}", str(incarnation))
-                while not store.check([f"taken/{rank}"]) and calls.noted(_NOTE) == note:
+                while not store.check([f"taken/{rank}"]) and calls.noted(name) == note:
                     if time.monotonic() >= deadline:
                         break
                     time.sleep(_POLL_S)
@@ -125,7 +126,7 @@ def _find(calls: Calls, rank: int, incarnation: int, timeout_s: float) -> dist.S
                     store.set_timeout(datetime.timedelta(seconds=timeout_s))
                     return store
         time.sleep(_POLL_S)
-    raise RestartRequired("trainer mesh", got=f"actor-0 not met within {timeout_s:.0f} s")
+    raise RestartRequired("trainer mesh", got=f"rank 0 not met within {timeout_s:.0f} s")
 
 
 def _answers(port: int) -> bool:
@@ -138,5 +139,5 @@ def _answers(port: int) -> bool:
 
 def _lost(error: RuntimeError) -> RestartRequired:
     return RestartRequired(
-        "trainer mesh", got=str(error).splitlines()[0], expected="every actor rank", remedy="The role restarts"
+        "trainer mesh", got=str(error).splitlines()[0], expected="every rank of it", remedy="The role restarts"
     )

@@ -15,7 +15,7 @@ from rlmq.common.processes import cores
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 
-_COMPUTE_ROLES = ("rollout", "reference", "actor")
+_COMPUTE_ROLES = ("rollout", "reference", "critic", "actor")
 
 _FOREIGN = (
     "MASTER_ADDR",
@@ -46,7 +46,30 @@ READS: Mapping[str, tuple[str, ...]] = {
     "rollout": ("run", "model", "rollout", "evaluate", "train.dtype", "deterministic", "deadlines.sync_s", "redis"),
     "reward": ("run", "reward", "rollout.truncated", "rollout.truncation_penalty", "redis"),
     "reference": ("run", "model", "train.dtype", "train.micro_batch_tokens", "redis"),
-    "actor": ("run", "model", "algorithm", "rollout", "train", "checkpoint", "deterministic", "deadlines", "redis"),
+    "critic": (
+        "run",
+        "model",
+        "critic",
+        "algorithm",
+        "rollout",
+        "train",
+        "checkpoint",
+        "deterministic",
+        "deadlines",
+        "redis",
+    ),
+    "actor": (
+        "run",
+        "model",
+        "critic",
+        "algorithm",
+        "rollout",
+        "train",
+        "checkpoint",
+        "deterministic",
+        "deadlines",
+        "redis",
+    ),
     "recorder": ("run", "reward", "evaluate", "redis"),
 }
 """Blocks and keys of the recipe that a process of each role reads."""

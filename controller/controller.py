@@ -108,8 +108,9 @@ class Controller:
             call_id = f"end/{dispatch.epoch}/{role}.{method}"
             return dispatch.call(call_id, role, method, args, deadline_s=self._recipe.deadlines.step_s)[0].value
 
-        if "actor" in self._recipe.workers():
-            self._saved = last("actor", "settle", step=steering.open_step - 1)
+        for role in ("critic", "actor"):
+            if role in self._recipe.workers():
+                self._saved = last(role, "settle", step=steering.open_step - 1)
         last("recorder", "flush")
         last("recorder", "report")
 

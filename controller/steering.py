@@ -25,6 +25,25 @@ _SYNC_ATTEMPTS = 5
 _LOOK_S = 0.5
 
 
+class Pending:
+    """A call that was submitted; see `rlmq.common.algorithms.algorithm.Future`."""
+
+    def __init__(self, dispatch: Dispatch, call_id: str) -> None:
+        self._dispatch = dispatch
+        self._call_id = call_id
+        self._values: list[dict[str, Any]] | None = None
+
+    def wait(self) -> list[dict[str, Any]]:
+        """What the call's ranks answered; a second time at once."""
+        if self._values is None:
+            self._values = _values(self._dispatch.wait(self._call_id)[0])
+        return self._values
+
+
+def _values(results: Sequence[CallResult]) -> list[dict[str, Any]]:
+    return [result.value for result in results if not result.released]
+
+
 class RunSteering:
     """Implements `rlmq.common.algorithms.algorithm.Steering` over calls and the store.
 
@@ -126,7 +145,17 @@ class RunSteering:
         results = self._dispatch.call(
             self._id(role, method), role, method, args or {}, ranks, deadline_s=self._step_s
         )
-        return [result.value for result in results if not result.released]
+        return _values(results)
+
+    def submit(
+        self, role: str, method: str, args: Mapping[str, Any] | None = None, *, ranks: Sequence[int] | None = None
+    ) -> Pending:
+        """See `Steering.submit`."""
+        self._ordinal += 1
+        self._dispatch.hold()
+        call_id = self._id(role, method)
+        self._dispatch.submit(call_id, role, method, args or {}, ranks, deadline_s=self._step_s)
+        return Pending(self._dispatch, call_id)
 
     def admit(self, step: int) -> int:
         """See `Steering.admit`."""
@@ -145,15 +174,34 @@ class RunSteering:
             self._nothing_to_train(step)
         return ready
 
+    def form(self, step: int, *, update: bool = True) -> None:
+        """See `Steering.form`."""
+        self._until_formed("form", {"step": step, "update": update})
+
     def train(self, step: int) -> None:
         """See `Steering.train`."""
-        self.last_train = self.call("actor", "train", {"step": step})[0]
-        while self.last_train.get("again"):
-            self._admit_again("admit", step)
-            self.wait_batch(step)
-            [result] = self._again("actor", "train", step)
-            self.last_train = result.value
+        self.last_train = self._until_formed("train", {"step": step})
         self._line.update(self.last_train, filtered=self._admitted - self.last_train["samples"])
+
+    def train_both(self, step: int) -> None:
+        """See `Steering.train_both`."""
+        critic = self.submit("critic", "train", {"step": step})
+        self.train(step)
+        figures = critic.wait()[0]
+        for _ in range(_SYNC_ATTEMPTS):  # the log has the step again since the actor has trained it
+            if not figures.get("again"):
+                break
+            figures = self._again("critic", "train", {"step": step})[0].value
+        self._line.update(figures)
+
+    def _until_formed(self, method: str, args: Mapping[str, Any]) -> dict[str, Any]:
+        """The actor's answer; while the server has lost rows of the step, they are put again."""
+        answer = self.call("actor", method, args)[0]
+        while answer.get("again"):
+            self._admit_again("admit", args["step"])
+            self.wait_batch(args["step"])
+            answer = self._again("actor", method, args)[0].value
+        return answer
 
     def publish(self, version: int) -> None:
         """See `Steering.publish`; after a restart, an older version than the log has means the newest one."""
@@ -198,7 +246,9 @@ class RunSteering:
 
     def _save(self, step: int) -> None:
         protect = [int(self.best["step"])] if self.best else []
-        self.call("actor", "checkpoint", {"step": step, "protect": protect})
+        trainers = [role for role in ("critic", "actor") if role in self._state.workers]
+        for pending in [self.submit(role, "checkpoint", {"step": step, "protect": protect}) for role in trainers]:
+            pending.wait()
         self._saved_step = step
 
     def _keep_best(self, step: int, result: dict[str, Any]) -> None:
@@ -240,17 +290,17 @@ class RunSteering:
         """Id of the newest call of this place, or of the one that comes `after` it."""
         return f"{self._place}/{self._ordinal + after}/{role}.{method}"
 
-    def _again(self, role: str, method: str, step: int) -> list[CallResult]:
+    def _again(self, role: str, method: str, args: Mapping[str, Any]) -> list[CallResult]:
         """A call that the loop does not make each time: its id does not count among the step's."""
         self._repeats += 1
-        call_id = f"{step}/again-{self._dispatch.epoch}-{self._repeats}/{role}.{method}"
-        return self._dispatch.call(call_id, role, method, {"step": step}, deadline_s=self._step_s)
+        call_id = f"{args['step']}/again-{self._dispatch.epoch}-{self._repeats}/{role}.{method}"
+        return self._dispatch.call(call_id, role, method, args, deadline_s=self._step_s)
 
     def _admit_again(self, method: str, step: int) -> None:
         """A server that was started again may have come back older: rows that it lost are put again."""
         self._server = self._store.server_id()
         self._log.warning("the server was started again", step=step)
-        self._again("prompts", method, step)
+        self._again("prompts", method, {"step": step})
 
     def _wait_rows(self, interest: Interest, admit: str, step: int) -> TableCounts:
         """Wait for rows, without polling; meanwhile workers that came back receive the weights."""

@@ -68,6 +68,13 @@ class Estimates:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+class Future(Protocol):
+    """A call that is under way."""
+
+    def wait(self) -> list[dict[str, Any]]:
+        """What the ranks answered, as `Steering.call` returns it."""
+
+
 class Steering(Protocol):
     """What a control loop may do. Every method makes calls, whose ids are the step and their ordinal in it: after
     a crash the loop runs again from the open step, and calls that have finished return their stored results at
@@ -85,11 +92,25 @@ class Steering(Protocol):
         Of roles whose workers may come and go, one that dies meanwhile has no answer.
         """
 
+    def submit(
+        self, role: str, method: str, args: Mapping[str, Any] | None = None, *, ranks: Sequence[int] | None = None
+    ) -> Future:
+        """As `call`, without waiting: several roles may work side by side. Every future must be waited for."""
+
     def admit(self, step: int) -> int:
         """Add the step's prompts to the train table; returns the number of samples."""
 
     def wait_batch(self, step: int) -> int:
         """Wait until every admitted sample of the step is ready to train or ended; returns the ready ones."""
+
+    def form(self, step: int, *, update: bool = True) -> None:
+        """Let the actor log the batch of the step, so that actor and critic can train on it side by side.
+
+        Without `update` the step leaves the policy as it is: its version is the step all the same.
+        """
+
+    def train_both(self, step: int) -> None:
+        """As `train`, for actor and critic side by side; the batch was formed before."""
 
     def train(self, step: int) -> None:
         """Train the actor on the batch; logs its metrics; makes policy version `step`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rlmq.common.algorithms.algorithm import Estimates, Floats, ScoredBatch, Spec
+from rlmq.common.algorithms.algorithm import Estimates, Floats, ScoredBatch, Spec, Steering
 from rlmq.common.algorithms.gae import at_last_token, gae
 from rlmq.common.algorithms.policy_gradient import KEYS, PolicyGradient
 from rlmq.common.algorithms.policy_losses import value_error
@@ -63,6 +63,19 @@ class Ppo(PolicyGradient):
         loss_sum = torch.stack(losses).sum()
         sums = {"tokens": mask.sum(), "value_loss": loss_sum.detach(), "value_clip": torch.stack(held).sum()}
         return LossTerms(loss_sum, sums)
+
+    def loop(self, run: Steering) -> None:
+        """Strictly on-policy; actor and critic train side by side on the batch that was logged for both."""
+        run.publish(0)
+        run.evaluate(0)
+        for step in run.steps():
+            run.admit(step)
+            run.wait_batch(step)
+            run.form(step)
+            run.train_both(step)
+            run.publish(step)
+            run.evaluate(step)
+            run.checkpoint(step)
 
 
 PPO_KEYS = KEYS | {"gamma", "lam", "value_clip"}

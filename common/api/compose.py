@@ -29,6 +29,7 @@ ROLES: Mapping[str, str] = {
     "rollout": "rlmq.producers.rollout:RolloutRole",
     "reward": "rlmq.producers.reward:RewardRole",
     "reference": "rlmq.producers.reference:ReferenceRole",
+    "critic": "rlmq.consumers.critic:CriticRole",
     "actor": "rlmq.consumers.actor:ActorRole",
     "recorder": "rlmq.consumers.recorder:RecorderRole",
 }

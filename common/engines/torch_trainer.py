@@ -13,7 +13,7 @@ from rlmq.common.dtypes import manifest_of
 from rlmq.common.engines.learning_rate import learning_rate
 from rlmq.common.engines.shared_prompts import Places, places_of, sharing_cost
 from rlmq.common.engines.token_logprobs import token_logprobs
-from rlmq.common.engines.training import LossFunction, MicroBatch, PolicyOutput, StepStats
+from rlmq.common.engines.training import LossFunction, LossTerms, MicroBatch, PolicyOutput, StepStats
 from rlmq.common.errors import IntegrityError, RestartRequired
 from rlmq.common.weights import WeightManifest
 
@@ -103,7 +103,9 @@ class TorchEngine:
 
     def accumulate(self, batch: MicroBatch, loss: LossFunction) -> dict[str, float]:
         """Forward and backward; adds the gradient of `loss_sum`, returns the metric sums of this micro-batch."""
-        terms = loss(self._forward(batch), batch)
+        return self._backward(loss(self._forward(batch), batch))
+
+    def _backward(self, terms: LossTerms) -> dict[str, float]:
         if terms.loss_sum.requires_grad:
             terms.loss_sum.backward()
             if self._low_precision:

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rlmq.common.recipe.algorithm_block import AlgorithmBlock
 from rlmq.common.recipe.block import Beta, Block, PositiveFloat, PositiveInt
+from rlmq.common.recipe.critic_block import CriticBlock
 from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.reward_block import RewardBlock
 
@@ -257,6 +258,7 @@ class Recipe(Block):
     reward: tuple[RewardBlock, ...] = Field(default=(), validate_default=True)
     nodes: tuple[NodeBlock, ...] = ()
     train: TrainBlock
+    critic: CriticBlock = Field(default_factory=CriticBlock)
     placement: PlacementBlock = Field(default_factory=PlacementBlock)
     evaluate: EvaluateBlock = Field(default_factory=EvaluateBlock)
     checkpoint: CheckpointBlock = Field(default_factory=CheckpointBlock)

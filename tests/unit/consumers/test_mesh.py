@@ -22,7 +22,7 @@ calls = RedisCalls(url, run_id="mesh")
 incarnation = calls.join("actor", rank, fingerprint="f")
 print("joins", flush=True)
 try:
-    mesh = meet(calls, rank=rank, size=2, incarnation=incarnation, timeout_s=100.0)
+    mesh = meet(calls, role="actor", rank=rank, size=2, incarnation=incarnation, timeout_s=100.0)
     print("met", flush=True)
     for line in sys.stdin:
         print(mesh.broadcast(line.strip().encode() if rank == 0 else b"").decode(), flush=True)

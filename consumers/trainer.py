@@ -1,0 +1,260 @@
+"""What actor and critic share: one rank of a mesh whose weights are a function of the batch log.
+
+A step is a pure function of the weights before it and its batch-log entry: recovery loads the newest checkpoint and
+redoes the entries after it. The payload of a step stays until every trainer of the run has a checkpoint of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from rlmq.buffer.batch_log import BatchEntry, Update
+from rlmq.buffer.file_batch_log import FileBatchLog
+from rlmq.buffer.store import ExperienceStore
+from rlmq.buffer.tables import TRAIN
+from rlmq.common.algorithms import algorithm_of
+from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
+from rlmq.common.determinism import require_same_environment
+from rlmq.common.engines.micro_batches import build_micro_batch
+from rlmq.common.engines.torch_trainer import TorchEngine
+from rlmq.common.engines.training import MicroBatch, StepStats
+from rlmq.common.errors import IntegrityError, UsageError
+from rlmq.common.models import load_tokenizer, pad_id, resolve_model
+from rlmq.common.recipe.load import recipe_hash
+from rlmq.common.worker import WorkerContext
+from rlmq.common.worker_loop import raise_if_stopping
+from rlmq.consumers.batch import Batch, batch_columns, dealt, read_batch
+from rlmq.consumers.file_checkpoints import FileCheckpoints
+from rlmq.consumers.logged_steps import LoggedSteps, ranges_of
+from rlmq.consumers.mesh import meet
+from rlmq.consumers.saved_steps import SavedSteps
+
+_NO_ENTRY = b"\xc0"  # nil in msgpack
+_NO_FIGURES = {"tokens", "rows"}
+
+Engine = TypeVar("Engine", bound=TorchEngine)
+Found = tuple[BatchEntry, Batch]
+Accumulate = Callable[[MicroBatch], Mapping[str, float]]
+
+
+class Trainer(Generic[Engine]):
+    """All ranks run the same calls; rank 0 alone reads the log first, sends and saves.
+
+    Args:
+        model: what training begins with.
+        checkpoints: folder of this trainer's own ones.
+    """
+
+    def __init__(self, context: WorkerContext, store: ExperienceStore, model: str, checkpoints: Path) -> None:
+        require_same_environment(context)
+        self._context = context
+        self._store = store
+        recipe = context.recipe
+        self._recipe = recipe
+        self._algorithm = algorithm_of(recipe, context.recipe_folder)
+        self._checkpoints = FileCheckpoints(checkpoints)
+        self._model_folder = resolve_model(model, context.recipe_folder)
+        self._pad_id = pad_id(load_tokenizer(self._model_folder))
+        self._mesh = meet(
+            context.calls,
+            role=context.role,
+            rank=context.rank,
+            size=context.world_size,
+            incarnation=context.incarnation,
+            timeout_s=recipe.deadlines.step_s,
+        )
+        self._log = LoggedSteps(
+            store, FileBatchLog(context.run.batch_log), self._read, exact=recipe.deterministic, events=context.log
+        )
+        self._trained = 0
+        self._whole = True  # false in the middle of a step that has several updates
+        self._protect: frozenset[int] | None = None
+        self._metrics: dict[str, Any] = {}
+        self._config: Mapping[str, Any] = {}  # what a checkpoint's config.json says beside the first model's
+        self._engine = self._restored()
+        self._saved = SavedSteps(self._engine, self._trained, self._committed, context.log)
+
+    def _restored(self) -> Engine:
+        """The engine at the newest checkpoint, or at the model that training begins with."""
+        with self._checkpoints.reading_newest(self._newest()) as found:
+            engine = self._build(None if found is None else found[0])
+            if found is not None:
+                path, manifest = found
+                engine.load_state(self._checkpoints.optimizer_state(path))
+                self._trained, self._metrics = manifest.step, manifest.figures
+                self._context.log.info("restored", checkpoint=str(path), step=manifest.step)
+        return engine
+
+    def _newest(self) -> int | None:
+        """The newest checkpoint that may be loaded; None: any."""
+        return None
+
+    def _build(self, checkpoint: Path | None) -> Engine:
+        """An engine with the weights of a checkpoint, or those that training begins with."""
+        raise NotImplementedError
+
+    def wait(self, timeout_s: float, wake_fd: int) -> None:
+        """Sleep until a call comes."""
+        self._context.waits("a call")
+        self._saved.settle()
+        if self._saved.writing:
+            self._context.activity("checkpointing")
+        self._store.wait([], timeout_s=timeout_s, wake_fd=wake_fd)
+
+    def close(self) -> None:
+        """Save what was trained since the last checkpoint."""
+        self._saved.settle(wait=True)
+        if self._whole and self._context.rank == 0:
+            self._save()
+
+    # -- steps ---------------------------------------------------------------------------------------------
+
+    def _advance(self, step: int, *, redo: bool = False) -> bool:
+        """Train a step; False when there is no batch to rely on."""
+        raise NotImplementedError
+
+    def _catch_up(self, step: int) -> None:
+        """Redo logged steps up to `step`."""
+        while self._trained < step:
+            self._context.log.info("redo", step=self._trained + 1)
+            self._advance(self._trained + 1, redo=True)
+
+    def _on_every_rank(self, own: Found | None) -> Found | None:
+        """What rank 0 found."""
+        encoded = self._mesh.broadcast(_NO_ENTRY if own is None else msgspec.msgpack.encode(own[0]))
+        if encoded == _NO_ENTRY:
+            return None
+        return own or self._with_rows(msgspec.msgpack.decode(encoded, type=BatchEntry))
+
+    def _for_this_mesh(self, updates: tuple[Update, ...], step: int) -> tuple[Update, ...]:
+        """Updates as they are logged, or dealt round to another number of ranks than they were logged for."""
+        logged = len(updates[0].micro_batches) if updates else self._mesh.size
+        if self._recipe.deterministic and logged != self._mesh.size:
+            raise UsageError(
+                f"placement.{self._context.role}.workers, step {step}",
+                got=f"{self._mesh.size} ranks",
+                expected=f"the {logged} that the batch log was written with, for the same bits",
+            )
+        return dealt(updates, self._mesh.size)
+
+    def _with_rows(self, entry: BatchEntry) -> Found:
+        return entry, self._read(entry)
+
+    def _read(self, entry: BatchEntry) -> Batch:
+        """The rows of a logged step; their payload is held until checkpoints cover them."""
+        rows = self._store.read(TRAIN, ranges_of(entry), batch_columns(self._algorithm))
+        whole = not any(column.null_count for column in rows.columns)
+        batch = read_batch(rows, self._algorithm, self._log.state_before(entry.step)) if whole else None
+        if batch is None or tuple(batch.ids) != entry.rows:
+            raise IntegrityError(
+                f"rows of step {entry.step}",
+                got=f"{rows.num_rows} rows that are not those of the batch log",
+                expected=f"the {len(entry.rows)} logged ones",
+                remedy="Restore the run's Redis data, or start anew with --fresh",
+            )
+        return batch
+
+    def _micro_batches(
+        self, batch: Batch, columns: Mapping[str, Sequence[Any]], updates: Sequence[Update]
+    ) -> list[list[MicroBatch]]:
+        """This rank's share of each update as rectangles, with these numbers per response token."""
+
+        def rectangle(rows: Sequence[int]) -> MicroBatch:
+            return build_micro_batch(
+                [batch.prompts[i] for i in rows],
+                [batch.responses[i] for i in rows],
+                [batch.loss_masks[i] for i in rows],
+                {name: [values[i] for i in rows] for name, values in columns.items()},
+                pad_id=self._pad_id,
+            )
+
+        return [[rectangle(rows) for rows in update.micro_batches[self._context.rank]] for update in updates]
+
+    def _update_all(
+        self, updates: Sequence[Update], micro_batches: Sequence[Sequence[MicroBatch]], accumulate: Accumulate
+    ) -> dict[str, float]:
+        """All optimizer steps of a step; figures are means over them, and over all ranks."""
+        parts: list[dict[str, float]] = []
+        stats: list[StepStats] = []
+        for update, share in zip(updates, micro_batches, strict=True):
+            sums = []
+            for micro in share:
+                raise_if_stopping(self._context)
+                sums.append(accumulate(micro))
+                self._context.progress()
+            self._saved.before_change()
+            self._whole = False
+            stats.append(self._engine.step(update.denominators))
+            everyone = self._mesh.gather(msgspec.msgpack.encode(merge_sums(sums)))
+            total = merge_sums(msgspec.msgpack.decode(part, type=dict[str, float]) for part in everyone)
+            parts.append(metric_means(total, update.denominators))
+        self._whole = True
+        if not parts:
+            return {}
+        return {
+            **{name: float(np.mean([part[name] for part in parts])) for name in parts[0].keys() - _NO_FIGURES},
+            "grad_norm": float(np.mean([one.grad_norm for one in stats])),
+            "lr": stats[-1].lr,
+        }
+
+    # -- checkpoints ----------------------------------------------------------------------------------------
+
+    def _checkpoint(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin to write a checkpoint. Replicas are equal: rank 0 writes.
+
+        One that fails is told by the next call, and made up for by the next checkpoint.
+        """
+        self._catch_up(int(args["step"]))
+        if self._context.rank != 0:
+            return {}
+        self._context.activity("checkpointing")
+        self._protect = frozenset(args["protect"])
+        with self._saved.waiting():
+            self._saved.begin(self._trained, self._saving())
+        return {"step": self._trained}
+
+    def _settle(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """The run's last step has a checkpoint when this returns.
+
+        Raises:
+            DependencyError: it cannot be written.
+        """
+        self._catch_up(int(args["step"]))
+        if self._context.rank == 0:
+            with self._saved.waiting():
+                self._save()
+        return {"step": self._trained, **self._saved.take_figures()}
+
+    def _save(self) -> None:
+        self._context.activity("checkpointing")
+        self._saved.save(self._trained, self._saving())
+
+    def _saving(self) -> partial[Path]:
+        """What writes the checkpoint of the step that is trained now."""
+        return partial(
+            self._checkpoints.save,
+            model_folder=self._model_folder,
+            rows=self._log.rows(self._saved.durable, self._trained),
+            world_size=self._mesh.size,
+            recipe_hash=recipe_hash(self._recipe),
+            figures=self._metrics,
+            config=self._config,
+        )
+
+    def _committed(self, _step: int) -> None:
+        self._let_go()
+        if self._protect is not None:
+            self._checkpoints.prune(self._recipe.checkpoint.keep, self._protect)
+
+    def _let_go(self) -> None:
+        """Payload that no trainer's redo would read may go."""
+        run = self._context.run
+        folders = [run.checkpoints, run.critic_checkpoints] if self._algorithm.critics else [run.checkpoints]
+        newest = [max(FileCheckpoints(folder).steps(), default=0) for folder in folders]
+        self._store.advance(min(self._saved.durable, *newest))
