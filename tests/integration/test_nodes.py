@@ -1,0 +1,121 @@
+"""Nodes of the user's own in whole runs, and a flow from the shell."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+pytestmark = pytest.mark.timeout(170)
+
+# What a user writes for a safety filter: two lines of Python, and one item of a recipe.
+SAFETY = """\
+def safe(rows):
+    return [len(row.response_text) % 3 > 0 for row in rows]
+"""
+NODE = """
+nodes:
+  - name: safety
+    function: safety.py:safe
+    reads: [response_text]
+    writes: {safe: bool}
+    keep: safe
+    reason: unsafe
+"""
+REWARD = """\
+from pathlib import Path
+
+
+def letters(completions, **_):
+    with Path(__file__).with_name("scored.txt").open("a") as file:
+        file.writelines(f"{len(text)}\\n" for text in completions)
+    return [float(len(text) % 5) for text in completions]
+"""
+
+
+def recipe(cli: Any, folder: Path, node: str) -> Path:
+    """The tiny recipe with a node, in a folder of its own."""
+    (folder / "safety.py").write_text(SAFETY)
+    (folder / "rewards.py").write_text(REWARD)
+    text = cli.tiny.read_text()
+    for file in ("tiny_model.py", "tiny_task.py:train", "tiny_task.py:held_out"):
+        text = text.replace(f": {file}", f": {cli.root}/recipes/{file}")
+    path = folder / "own.yaml"
+    path.write_text(text.replace("tiny_task.py:letters", "rewards.py:letters") + node)
+    return path
+
+
+def test_a_safety_filter_ends_unsafe_rows_before_the_reward(cli: Any, tmp_path: Path) -> None:
+    # given a filter of at most 12 lines
+    assert len((SAFETY + NODE).strip().splitlines()) <= 12
+    # when a run trains with it
+    done = cli.run("up", recipe(cli, tmp_path, NODE), "train.steps=2", timeout_s=150)
+    assert done.code == 0, done.text
+    run = cli.newest_run("tiny")
+    files = sorted((run / "samples").glob("train-*.parquet"))
+    rows = {row["sample_id"]: row for file in files for row in pq.read_table(file).to_pylist()}
+    # then every row of both steps has ended: trained with its reward where it is safe, without one where it is not
+    assert len(rows) == 2 * 64
+    unsafe = {name for name, row in rows.items() if len(row["response_text"]) % 3 == 0}
+    assert 0 < len(unsafe) < len(rows)
+    assert {name for name, row in rows.items() if row["reward"] is None} == unsafe
+    assert {name for name, row in rows.items() if row["advantages"] is None} == unsafe
+    metrics = cli.metrics("tiny")
+    assert [line["samples"] + line["filtered"] for line in metrics] == [64, 64]
+    assert sum(line["filtered"] for line in metrics) == len(unsafe)
+    # and the reward function saw no unsafe response, of training or evaluation
+    seen = (tmp_path / "scored.txt").read_text().split()
+    assert seen and not [length for length in seen if int(length) % 3 == 0]
+
+
+def test_a_flow_runs_from_the_shell(cli: Any, tmp_path: Path) -> None:
+    # given the flow of the recipes folder: rollout, a filter that refuses to paint, and a reward; lambdas all of them
+    script, folder = cli.root / "recipes" / "safety_flow.py", tmp_path / "flow"
+    prompts = "['Name a bird: ', 'Paint a boat: ', 'Name a lamp: ']"
+    argv = [sys.executable, script, "--prompts", prompts, "--max-tokens", "8", "--folder", folder]
+    done = subprocess.run(
+        [str(word) for word in argv],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        cwd=tmp_path,
+    )
+    # then there is a line per node and the rewards of what came through
+    assert done.returncode == 0, done.stdout + done.stderr
+    rollout, safety, reward, rewards = done.stdout.splitlines()
+    assert re.fullmatch(r"\[rollout\] 3 responses in \d+\.\d s", rollout)
+    assert re.fullmatch(r"\[safety\] 3 samples in \d+\.\d s, 1 filtered", safety)
+    assert re.fullmatch(r"\[reward\] 2 samples in \d+\.\d s", reward)
+    [samples] = folder.glob("runs/flow-*/samples/eval-000000.parquet")
+    rows = pq.read_table(samples).sort_by("sample_id").to_pylist()
+    told = [round(row["reward"], 4) for row in rows]
+    assert len(told) == 2
+    assert rewards == f"rewards: {told}"
+    # and no process of it is left
+    left = [
+        one.pid for one in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(one.info["cmdline"] or ())
+    ]
+    assert left == []
+
+
+def test_a_wrong_flow_is_refused_before_it_starts(cli: Any, tmp_path: Path) -> None:
+    # a missing column, a second writer, and a function that is not there: one message each, exit 2
+    path = recipe(cli, tmp_path, NODE)
+    good = path.read_text()
+    for before, after, message in (
+        ("reads: [response_text]", "reads: [response_txt]", "node safety reads: got 'response_txt'"),
+        ("{safe: bool}", "{safe: bool, reward: float}", "column reward: got two writers"),
+        ("safety.py:safe", "safety.py:saef", "Did you mean safety.py:safe?"),
+        ("name: safety", "name: actor", "the name 'actor'"),
+    ):
+        path.write_text(good.replace(before, after))
+        done = cli.run("check", path)
+        assert done.code == 2, done.text
+        assert message in done.err
