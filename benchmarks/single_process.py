@@ -56,7 +56,7 @@ def train(loaded: LoadedRecipe) -> dict[str, Any]:
         max_batch=recipe.rollout.batch_size_per_device,
     )
     prompts = _prompts(loaded, folder, tokenizer)
-    functions = [load_function(block.function, loaded.folder, subject="reward") for block in recipe.reward]
+    functions = [load_function(block.source, loaded.folder, subject="reward") for block in recipe.reward]
     algorithm = algorithm_of(recipe)
     order = PromptOrder(
         len(prompts), recipe.data.prompts_per_step, recipe.run.seed, recipe.data.shuffle, recipe.data.passes

@@ -29,14 +29,14 @@ GREATEST_TIMEOUTS = 3  # of one per-row function in one `score`, so that a claim
 
 
 class ProcessRewardRunner(RewardRunner):
-    """One reward function in a child process of its own, restarted after a time-out or a crash.
+    """One scorer in a child process of its own, restarted after a time-out or a crash.
 
     The function is called with all rows at once (TRL's signature), or once per row (verl's); the time limit is
     for each call. After three time-outs of a per-row function within one `score`, its remaining rows have no
     verdict.
 
     Args:
-        block: the recipe's block: function, time limit, arguments.
+        block: the item of the recipe's list: kind, limits, arguments.
         name: name of its column.
         recipe_folder: where a relative file is looked up.
         while_waiting: called about once a second during a call, to extend leases.
@@ -76,7 +76,7 @@ class ProcessRewardRunner(RewardRunner):
 
     @property
     def _subject(self) -> str:
-        return f"reward function {self._block.function}"
+        return self._block.subject
 
     def score(self, rows: Sequence[RewardRow]) -> Verdicts:
         """Score the rows; never raises for what the function does."""
@@ -90,9 +90,7 @@ class ProcessRewardRunner(RewardRunner):
         timeouts = 0
         for index, row in enumerate(rows):
             if timeouts == GREATEST_TIMEOUTS:
-                notes.append(
-                    f"{self._block.function}: {timeouts} time-outs, so rows {index} and on were not scored"
-                )
+                notes.append(f"{self._block.source}: {timeouts} time-outs, so rows {index} and on were not scored")
                 values += [None] * (len(rows) - index)
                 break
             verdict, timed_out = self._call([row])
@@ -128,7 +126,7 @@ class ProcessRewardRunner(RewardRunner):
         return verdicts, timed_out
 
     def _none(self, rows: Sequence[RewardRow], reason: str) -> Verdicts:
-        reason = reason if reason.startswith(self._block.function) else f"{self._block.function}: {reason}"
+        reason = reason if reason.startswith(self._block.source) else f"{self._block.source}: {reason}"
         return Verdicts([None] * len(rows), reason)
 
     def _ask(self, rows: Sequence[RewardRow]) -> Verdicts:
@@ -176,10 +174,17 @@ class ProcessRewardRunner(RewardRunner):
             "rlmq.producers.reward_child",
             str(descriptor),
             str(os.getpid()),
-            block.function,
             str(self._folder),
-            "reward function",
-            json.dumps(block.arguments),
+            json.dumps(
+                {
+                    "kind": block.kind,
+                    "source": block.source,
+                    "subject": block.subject,
+                    "arguments": block.arguments,
+                    "timeout_s": block.timeout_s,
+                    "memory_mb": block.memory_mb,
+                }
+            ),
         ]
 
     def _receive(self, connection: Connection, deadline: float, kind: type[Message]) -> Message:

@@ -11,23 +11,27 @@ that a row's reward depends on its step and not on when it was scored.
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
+from rlmq.common.algorithms import algorithm_of
 from rlmq.common.columns import arrow_schema, reward_columns
-from rlmq.common.errors import DeadlineExceeded, Fenced, Terminated
+from rlmq.common.errors import DeadlineExceeded, Fenced, Terminated, UsageError
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WITHOUT_VERDICT, ROWS_WRITTEN
 from rlmq.common.recipe.load import recipe_hash
-from rlmq.common.user_code import source_hash
+from rlmq.common.user_code import is_spec, load_function, source_hash, split_spec, user_error
 from rlmq.common.worker import CallHandler, Role, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
+from rlmq.producers.groups import GroupStage
 from rlmq.producers.process_runner import ProcessRewardRunner
 from rlmq.producers.reward_runner import RewardRow, RewardRunner
+from rlmq.producers.reward_values import to_number, total
 
 _STAGE = "reward"
 _COLUMNS = ("response_text", "truncated", "prompt_text", "record", "step")
@@ -41,9 +45,13 @@ Weights = tuple[float, ...]
 
 
 class StepWeights:
-    """Weights of the reward functions by the step of a row: the recipe's, or what an operator set from a step on.
+    """Weights of the reward functions by the step of a row: what an operator set from a step on, else what the
+    recipe's `reward_controller` says of the step, else the recipe's.
 
     Settings of a step are in the records before its rows are, so that they are read once for each new step.
+
+    Raises:
+        UsageError: a controller that is not there, raises, or names a weight of no reward.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -52,6 +60,11 @@ class StepWeights:
         self._names = [f"reward.{name}.weight" for name in context.recipe.reward_names]
         self.of_recipe: Weights = tuple(block.weight for block in context.recipe.reward)
         self._known: dict[int, Weights] = {}
+        self._controller: Callable[[int], Any] | None = None
+        self._controller_spec, self._folder = context.recipe.reward_controller, context.recipe_folder
+        if self._controller_spec is not None:
+            self._controller = load_function(self._controller_spec, self._folder, subject="reward_controller")
+            self._controlled(1)
 
     def of(self, step: int) -> Weights:
         """Weights of the rows of this step, one per function."""
@@ -60,9 +73,29 @@ class StepWeights:
                 self._known.clear()
             desired = self._calls.wanted(self._role)
             settings = desired.settings if desired is not None else {}
-            pairs = zip(self._names, self.of_recipe, strict=True)
+            pairs = zip(self._names, self._controlled(step), strict=True)
             self._known[step] = tuple(_at_step(settings.get(name, ()), step, weight) for name, weight in pairs)
         return self._known[step]
+
+    def _controlled(self, step: int) -> Weights:
+        """The recipe's weights, or those of the user's controller for the step."""
+        if self._controller is None or self._controller_spec is None:
+            return self.of_recipe
+        subject = f"reward_controller ({self._controller_spec}), step {step}"
+        try:
+            given = self._controller(step)
+        except Exception as error:  # the user's code may raise anything
+            file = self._folder / split_spec(self._controller_spec, subject=subject)[0]
+            raise user_error(error, file.resolve(), subject=subject) from error
+        names = [name.removeprefix("reward.").removesuffix(".weight") for name in self._names]
+        if not isinstance(given, Mapping) or not set(given) <= set(names):
+            wrong = sorted(set(given) - set(names)) if isinstance(given, Mapping) else given
+            raise UsageError(subject, got=repr(wrong), expected=f"weights by name, of {', '.join(names)}")
+        weights = tuple(to_number(given.get(name, w)) for name, w in zip(names, self.of_recipe, strict=True))
+        finite = tuple(w for w in weights if w is not None and math.isfinite(w))
+        if len(finite) != len(names):
+            raise UsageError(subject, got=repr(dict(given)), expected="a finite number for each weight")
+        return finite
 
 
 def _at_step(changes: Sequence[tuple[int, str]], step: int, weight: float) -> float:
@@ -82,13 +115,19 @@ class RewardRole(Role):
         self._store = store
         recipe = context.recipe
         self._weights = StepWeights(context)
+        self._ensembles = [block.ensemble for block in recipe.reward]
         self._penalty = recipe.rollout.truncation_penalty if recipe.rollout.truncated == "penalise" else 0.0
         self._schema = arrow_schema(reward_columns(recipe.reward_names))
         # A generated chunk at once: fewer calls, and a function that compares samples sees whole groups.
+        # Where there are several workers, each claims its part of one.
         group, chunk = recipe.algorithm.group_size, recipe.rollout.batch_size_per_device
-        self._max_rows = -(-max(chunk, recipe.stages.reward.min_batch) // group) * group
-        hashes = [source_hash(block.function, context.recipe_folder) for block in recipe.reward]
+        part = -(-chunk // recipe.placement.reward.workers)
+        self._max_rows = -(-max(part, recipe.stages.reward.min_batch) // group) * group
+        specs = [block.source for block in recipe.reward]
+        specs += [recipe.reward_controller] if recipe.reward_controller is not None else []
+        hashes = [source_hash(spec, context.recipe_folder) for spec in specs if is_spec(spec)]
         self._tag = f"config {recipe_hash(recipe)} functions {' '.join(hashes)}"
+        self._groups = GroupStage(context, store, algorithm_of(recipe), f"config {recipe_hash(recipe)}")
         self._claim: Claim | None = None
         self._extended_at = 0.0
         self._scoring = ""
@@ -116,7 +155,9 @@ class RewardRole(Role):
         return {"failures": self._failures}
 
     def work(self) -> bool:
-        """Score one claim; False when no row is ready."""
+        """Judge groups that are scored, or score one claim; False when no row is ready."""
+        if self._groups.work():
+            return True
         for table in (TRAIN, EVAL):
             claim = self._store.claim(table, _STAGE, max_rows=self._max_rows, columns=_COLUMNS)
             if claim is not None:
@@ -136,7 +177,7 @@ class RewardRole(Role):
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until a row may be ready."""
         self._context.waits(f"rows of stage {_STAGE} in table {TRAIN}")
-        interests = [Interest(table, _STAGE) for table in (TRAIN, EVAL)]
+        interests = [*self._groups.interests, *(Interest(table, _STAGE) for table in (TRAIN, EVAL))]
         self._store.wait(interests, timeout_s=timeout_s, wake_fd=wake_fd)
 
     def close(self) -> None:
@@ -192,10 +233,8 @@ class RewardRole(Role):
 
     def _total(self, weights: Weights, values: Sequence[float | None], *, truncated: bool) -> float | None:
         """The weighted sum over the functions that gave a value, less the penalty of a cut response."""
-        given = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
-        if not given:
-            return None
-        return sum(given) - (self._penalty if truncated else 0.0)
+        value = total(weights, values, self._ensembles)
+        return None if value is None else value - (self._penalty if truncated else 0.0)
 
     def _write(
         self, claim: Claim, totals: list[float | None], parts: list[list[float | None]], facts: Facts

@@ -1,7 +1,7 @@
 """The process that a reward function runs in: killable, without our sockets, with its prints in our log.
 
-Started by `rlmq.producers.process_runner` as `python -P -m rlmq.producers.reward_child FD PARENT_PID SPEC FOLDER
-SUBJECT ARGUMENTS`. It imports nothing heavy by itself; torch is imported if the user's file does.
+Started by `rlmq.producers.process_runner` as `python -P -m rlmq.producers.reward_child FD PARENT_PID FOLDER BLOCK`,
+the item of the recipe as JSON. It imports nothing heavy by itself; torch is imported if the scorer needs it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import resource
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ import msgspec
 from rlmq.common.errors import UsageError
 from rlmq.common.processes import die_with_parent
 from rlmq.common.user_code import find_beside, load_function, split_spec, user_error
+from rlmq.producers.reward_kinds import make_scorer
 from rlmq.producers.reward_messages import Connection, Hello, ScoreReply, ScoreRequest, decode_rows
 from rlmq.producers.reward_values import to_numbers
 
@@ -46,6 +48,10 @@ class UserFunction:
     """
 
     def __init__(self, function: Callable[..., Any], arguments: dict[str, Any], subject: str) -> None:
+        if inspect.isclass(function):
+            # Made once; what it is called with later are columns.
+            made: Any = function(**arguments)
+            function, arguments = made.__call__, {}
         self._function = function
         self._arguments = arguments
         try:
@@ -126,7 +132,8 @@ async def _gather(results: Sequence[Awaitable[Any]]) -> list[Any]:
 class Scorer:
     """Answers requests about one function; tells each distinct traceback once, in the log."""
 
-    def __init__(self, function: UserFunction, spec: str, file: Path) -> None:
+    def __init__(self, function: UserFunction, spec: str, file: Path, *, per_row: bool) -> None:
+        self.per_row = per_row
         self._function = function
         self._spec = spec
         self._file = file
@@ -156,25 +163,39 @@ class Scorer:
             traceback.print_exc()
 
 
-def _load(spec: str, folder: Path, subject: str, arguments: dict[str, Any]) -> Scorer:
-    function = UserFunction(load_function(spec, folder, subject=subject), arguments, f"{subject} ({spec})")
+def _load(block: dict[str, Any], folder: Path) -> Scorer:
+    spec, subject = block["source"], "reward function"
+    if block["kind"] != "function":
+        scorer = make_scorer(block, folder)
+        return Scorer(UserFunction(scorer, {}, block["subject"]), spec, Path(__file__), per_row=scorer.per_row)
+    loaded = load_function(spec, folder, subject=subject)
     file = find_beside(split_spec(spec, subject=subject)[0], folder, subject=subject).resolve()
-    return Scorer(function, spec, file)
+    try:
+        function = UserFunction(loaded, block["arguments"], f"{subject} ({spec})")
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # a class that cannot be made
+        raise user_error(error, file, subject=f"{subject} ({spec})") from error
+    return Scorer(function, spec, file, per_row=function.per_row)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Load the function, say hello, answer requests until the parent closes the connection."""
-    descriptor, parent_pid, spec, folder, subject, arguments = argv
+    """Load the scorer, say hello, answer requests until the parent closes the connection."""
+    descriptor, parent_pid, folder, text = argv
     die_with_parent(int(parent_pid))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     connection = Connection(socket.socket(fileno=int(descriptor)))
-    sys.argv = [spec]
+    block = json.loads(text)
+    sys.argv = [block["source"]]
+    if block["memory_mb"] is not None and block["kind"] != "code":
+        limit_bytes = block["memory_mb"] << 20
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     try:
-        scorer = _load(spec, Path(folder), subject, json.loads(arguments))
+        scorer = _load(block, Path(folder))
     except UsageError as error:
         connection.send(Hello(error=str(error)))
         return int(error.exit_code)
-    connection.send(Hello(per_row=scorer._function.per_row))
+    connection.send(Hello(per_row=scorer.per_row))
     while message := connection.receive():
         connection.send(scorer.score(msgspec.msgpack.decode(message, type=ScoreRequest)))
         sys.stdout.flush()

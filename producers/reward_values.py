@@ -10,8 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class NoVerdict:
+    """A row's value where there is none, with the reason."""
+
+    reason: str
 
 
 class UnusableValue(ValueError):
@@ -71,6 +79,10 @@ def to_numbers(returned: Any, expected: int, function: str) -> tuple[list[float 
     values: list[float | None] = []
     notes: list[str] = []
     for row, item in enumerate(items):
+        if isinstance(item, NoVerdict):
+            notes.append(item.reason)
+            values.append(None)
+            continue
         try:
             value = to_number(item)
         except UnusableValue as error:
@@ -108,3 +120,17 @@ def _describe(value: Any) -> str:
 def _kind(value: Any) -> str:
     kind = type(value)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def total(
+    weights: Sequence[float], values: Sequence[float | None], ensembles: Sequence[str | None]
+) -> float | None:
+    """The sum of weight times value over what has a verdict; None where nothing has one.
+
+    Items of one ensemble enter the sum as the mean over those of them that have a verdict.
+    """
+    parts: dict[object, list[float]] = {}
+    for index, (weight, value, ensemble) in enumerate(zip(weights, values, ensembles, strict=True)):
+        if value is not None:
+            parts.setdefault(index if ensemble is None else ensemble, []).append(weight * value)
+    return sum(sum(part) / len(part) for part in parts.values()) if parts else None

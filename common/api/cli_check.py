@@ -77,7 +77,8 @@ def _model_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
 def _reward_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     for index, block in enumerate(loaded.recipe.reward):
         try:
-            load_function(block.function, loaded.folder, subject=f"reward.{index}.function")
+            if is_spec(block.source):
+                load_function(block.source, loaded.folder, subject=f"reward.{index}.{block.kind}")
         except RlmqError as error:
             yield error
 

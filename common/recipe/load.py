@@ -242,7 +242,11 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
         if values["algorithm"][key] is not None:
             values["algorithm"][key] = place(values["algorithm"][key], f"algorithm.{key}")
     for i, block in enumerate(values["reward"]):
-        block["function"] = place(block["function"], f"reward.{i}.function")
+        for kind in ("function", "model"):
+            if block[kind] is not None:
+                block[kind] = place(block[kind], f"reward.{i}.{kind}")
+    if recipe.reward_controller is not None:
+        values["reward_controller"] = place(recipe.reward_controller, "reward_controller")
     for i, node in enumerate(values["nodes"]):
         node["function"] = place(node["function"], f"nodes.{i}.function")
         if node["model"] is not None:

@@ -256,6 +256,9 @@ class Recipe(Block):
     data: DataBlock
     rollout: RolloutBlock = Field(default_factory=RolloutBlock)
     reward: tuple[RewardBlock, ...] = Field(default=(), validate_default=True)
+    reward_controller: str | None = Field(
+        default=None, description="file.py:function from a step to {reward's name: weight} of that step's rows."
+    )
     nodes: tuple[NodeBlock, ...] = ()
     train: TrainBlock
     critic: CriticBlock = Field(default_factory=CriticBlock)
@@ -301,7 +304,7 @@ class Recipe(Block):
         """Column names of the reward functions, unique, in order."""
         names: list[str] = []
         for block in self.reward:
-            base = block.name or block.function.rsplit(":", 1)[-1]
+            base = block.label
             name, n = base, 2
             while name in names:
                 name, n = f"{base}_{n}", n + 1

@@ -23,7 +23,7 @@ def test_a_shipped_recipe_is_valid_with_its_data_and_rewards(path: Path, tmp_pat
     for key, source in sources.items():
         assert load_rows(source, loaded.folder, subject=key)
     for block in recipe.reward:
-        load_function(block.function, loaded.folder, subject="reward")
+        load_function(block.source, loaded.folder, subject="reward")
     load_function(recipe.model, loaded.folder, subject="model")
     (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
     assert load_recipe(tmp_path / "again.yaml").recipe == recipe

@@ -34,11 +34,10 @@ evaluate: {samples: 4}
 """,
     )
     for part in (
-        "has 7 problems",
+        "has 6 problems",
         "run.sed (line 1): got an unknown key, expected one of name, seed, folder. Did you mean run.seed?",
         "data.max_prompt_tokens (line 3): got 0, expected greater than 0 (Longest prompt",
         "reward.0.weight (line 5): got 'heavy', expected a number (Weight in the sum)",
-        "reward.0.function (line 5): got nothing",
         "train.lr (line 6): got 'fast', expected a number (Peak learning rate",
         "train.steps (line 6): got nothing, expected a whole number",
         "evaluate (line 7)",
