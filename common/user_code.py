@@ -13,10 +13,15 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlmq.common.errors import UsageError
+from rlmq.common.script import run_script
+
+MAIN = "__main__"
+"""In the place of a function's name: the file itself, run as a script (see `rlmq.common.script`)."""
 
 
 def split_spec(spec: str, *, subject: str) -> tuple[str, str]:
@@ -64,6 +69,10 @@ def load_function(spec: str, folder: Path, *, subject: str) -> Callable[..., Any
             with the place in the user's file.
     """
     file, name = split_spec(spec, subject=subject)
+    if name == MAIN:
+        path = find_beside(file, folder, subject=subject).resolve()
+        _make_siblings_importable(path.parent)
+        return partial(run_script, path)
     module = load_module(find_beside(file, folder, subject=subject), subject=subject)
     function = getattr(module, name, None)
     if callable(function):

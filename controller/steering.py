@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -130,6 +131,9 @@ class RunSteering:
             self._place, self._ordinal, self._begun = step, 0, True
             self._begin_line(step)
             yield step
+            if self._line:  # the loop has not published this step
+                self._line["sync_s"] = 0.0
+                self._end_line(self.policy_version)
             self.open_step, self._begun = step + 1, False
         self._dispatch.open_step(self.open_step, begun=False)
         done = self.open_step - 1
@@ -192,6 +196,7 @@ class RunSteering:
             if not figures.get("again"):
                 break
             figures = self._again("critic", "train", {"step": step})[0].value
+        self.last_train = {**self.last_train, **figures}
         self._line.update(figures)
 
     def _until_formed(self, method: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,6 +246,55 @@ class RunSteering:
         every = int(self._setting("checkpoint.every_steps"))
         if step == self.total_steps or (every > 0 and step % every == 0):
             self._save(step)
+
+    # -- for loops that are scripts ------------------------------------------------------------------------
+
+    def passed(self, stage: str, timeout_s: float | None = None) -> None:
+        """Wait until no live row of the train table is before this stage, or in it.
+
+        Raises:
+            DeadlineExceeded: after `timeout_s`, or `deadlines.step_s` without progress; who has the rows is named.
+        """
+        if self.open_step <= self._logged_step:
+            return
+        began, seen = time.monotonic(), None
+        self._dispatch.moved()
+        while left := self._before(counts := self._store.counts(TRAIN), stage):
+            if timeout_s is not None and time.monotonic() - began >= timeout_s:
+                raise self._too_late(stage, left, timeout_s)
+            if counts != seen:
+                self._dispatch.moved()
+                seen = counts
+            self._dispatch.waits(f"stage {stage} in table {TRAIN}", [stage], deadline_s=self._step_s)
+            self._dispatch.pump()
+            self._dispatch.sleep(_LOOK_S / 5)
+            self._bring_up_to_date()
+        self._dispatch.waits()
+
+    @staticmethod
+    def _before(counts: TableCounts, stage: str) -> int:
+        return sum(rows.get(stage, 0) for rows in (counts.waiting, counts.ready, counts.leased))
+
+    def _too_late(self, stage: str, left: int, timeout_s: float) -> DeadlineExceeded:
+        workers = ", ".join(f"{one.name} ({one.activity})" for one in plan.present(self._state, stage))
+        return DeadlineExceeded(
+            f"rows of step {self.open_step} at stage {stage}",
+            got=f"{left} not done after {timeout_s:g} s by {workers or 'nobody'}",
+            expected="all of them",
+            remedy=f"Read the logs of {stage}, or give it more workers or time",
+        )
+
+    def note(self, figures: Mapping[str, Any]) -> None:
+        """Add figures to the open step's line of metrics; what the line has already stays."""
+        self._line = {**figures, **self._line}
+
+    def figures(self, step: int) -> dict[str, Any]:
+        """The metrics of a step that has ended; {} where there are none."""
+        if not self._run.metrics.is_file():
+            return {}
+        lines = (json.loads(line) for line in self._run.metrics.read_text().splitlines())
+        found = [line for line in lines if line["kind"] == "train" and line["step"] == step]
+        return found[-1] if found else {}
 
     # -- parts ---------------------------------------------------------------------------------------------
 

@@ -11,18 +11,24 @@ if TYPE_CHECKING:
     from rlmq.common.dataflow import Node as Node
     from rlmq.common.lazy_model import load_hf_model as load_hf_model
     from rlmq.reward_client import RewardClient as RewardClient
+    from rlmq.run import Run as Run
+    from rlmq.trainers import GRPOTrainer as GRPOTrainer
+    from rlmq.trainers import PPOTrainer as PPOTrainer
 
 __version__ = _version("rlmq")
 
 _PLACES = {
+    "GRPOTrainer": "rlmq.trainers",
+    "PPOTrainer": "rlmq.trainers",
+    "RewardClient": "rlmq.reward_client",
+    "Run": "rlmq.run",
     "DataFlow": "rlmq.common.dataflow",
     "Node": "rlmq.common.dataflow",
-    "RewardClient": "rlmq.reward_client",
     "load_hf_model": "rlmq.common.lazy_model",
 }
 """Public name -> its module, which is imported when the name is used: `import rlmq` imports neither."""
 
-__all__ = ["DataFlow", "Node", "RewardClient", "__version__", "load_hf_model"]
+__all__ = ["DataFlow", "GRPOTrainer", "Node", "PPOTrainer", "RewardClient", "Run", "__version__", "load_hf_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from rlmq.common.errors import UsageError
 from rlmq.common.recipe.convert import Problem, to_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.recipe.yaml_tree import BlockNode, ListNode, Node, Scalar, parse_yaml
+from rlmq.common.script import recipe_of_script
 from rlmq.common.user_code import find_beside, is_spec
 
 MOST_BYTES = 1 << 20
@@ -101,7 +102,7 @@ def _read(path: Path) -> str:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise UsageError(f"recipe {path}", got=f"{path.stat().st_size} bytes", expected=f"at most {MOST_BYTES}")
-        return path.read_text(encoding="utf-8-sig")
+        return recipe_of_script(path) if path.suffix == ".py" else path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"recipe {path}", got=f"bytes that are no UTF-8 ({error.reason})", expected="YAML"

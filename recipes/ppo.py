@@ -1,0 +1,29 @@
+"""PPO in one script: a small random model learns to write lower-case letters. `python recipes/ppo.py`"""
+
+import rlmq
+from rlmq.algorithms import gae, kl_penalty
+
+MODEL = "tiny_model.py:folder"
+
+run = rlmq.Run("ppo", seed=7, deterministic=True)
+actor = run.actor(MODEL, lr=5e-3)
+critic = run.critic(MODEL, lr=1e-2)
+reference = run.reference(MODEL)
+reward = run.reward(["tiny_task.py:letters"])
+prompts = run.prompts("tiny_task.py:train", per_step=16, max_tokens=32)
+
+
+def ppo() -> None:
+    """The control loop: handles only, the rows stay where they are."""
+    for _ in run.steps(20):
+        batch = actor.generate(prompts.next(), max_tokens=16)
+        scored = batch.join(reward.score(batch), critic.compute_values(batch), reference.logprobs(batch))
+        ready = scored.map(kl_penalty(coef=0.01)).map(gae(gamma=1.0, lam=0.95))
+        critic_loss = critic.update(ready, loss="value", epochs=2)
+        actor_loss = actor.update(ready, loss="ppo", clip=0.2, epochs=2)
+        run.log(critic_loss.wait() | actor_loss.wait())
+        actor.publish()
+
+
+if __name__ == "__main__":
+    run.main(ppo)
