@@ -30,7 +30,7 @@ class Sft(Offline):
 
         mask = batch.response_mask > 0
         loss_sum = self.aggregate(torch.where(mask, -output.logprobs, 0.0), mask)
-        entropy = torch.where(mask, output.entropy, 0.0).sum()
+        entropy = torch.where(mask, output.entropy.detach(), 0.0).sum()
         return LossTerms(loss_sum, {"tokens": mask.sum(), "loss": loss_sum.detach(), "entropy": entropy})
 
 
