@@ -66,6 +66,22 @@ def critic_columns(names: Iterable[str]) -> tuple[Column, ...]:
     return tuple(Column(name, _FLOATS, "critic") for name in names)
 
 
+GREEDY = "greedy"
+"""Name, among the members of its group, of the row that is generated greedily and never trained on."""
+KEPT_COLUMNS: tuple[Column, ...] = (Column("kept", pa.bool_(), "kept"),)
+"""Written last, where groups are judged: without it no row is trained on."""
+
+
+def is_greedy(sample_id: str) -> bool:
+    """Whether this is the greedy row of its group."""
+    return sample_id.endswith(f"-{GREEDY}")
+
+
+def group_columns(names: Iterable[str]) -> tuple[Column, ...]:
+    """What an algorithm makes of whole groups: the same number in each row."""
+    return tuple(Column(name, pa.float64(), "groups") for name in names)
+
+
 def actor_columns(critics: Iterable[str] = ()) -> tuple[Column, ...]:
     """`advantages`, and for each head of the critic what it shall learn: `returns`, `cost_returns`."""
     returns = tuple(Column(returns_column(name), _FLOATS, "actor") for name in critics)

@@ -3,6 +3,7 @@
 ::
 
     prompts -> rollout -> reward    -> actor -> recorder     table train
+                       -> reward -> groups ->                where the algorithm judges whole groups
                        -> reference ->
                        -> critic    ->
     prompts -> rollout -> reward -> evaluation               table eval
@@ -15,17 +16,19 @@ No node is wired to another one: a row is ready for a node when the columns are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from rlmq.common.columns import (
     DATA_COLUMNS,
     PROMPT_COLUMNS,
+    KEPT_COLUMNS,
     REFERENCE_COLUMNS,
     ROLLOUT_COLUMNS,
     Column,
     actor_columns,
     critic_columns,
+    group_columns,
     reward_columns,
 )
 
@@ -86,6 +89,7 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
         actor_needs=algorithm.needs,
         reference=algorithm.needs_reference,
         critics=algorithm.critics,
+        groups=algorithm.group_columns,
         reward=Handing(**recipe.stages.reward.model_dump()),
         referee=referee,
     )
@@ -98,6 +102,7 @@ def sample_flow(
     actor_needs: Sequence[str] = ("reward",),
     reference: bool = False,
     critics: Sequence[str] = (),
+    groups: Sequence[str] = (),
     reward: Handing = Handing(),
     referee: Handing = Handing(),
 ) -> tuple[FlowNode, ...]:
@@ -108,6 +113,7 @@ def sample_flow(
         actor_needs: columns without which the algorithm cannot train on a row; none: there is no actor.
         reference: whether a reference policy scores the rows of `train`.
         critics: columns that the critic writes (`values`); none: there is no critic.
+        groups: columns that are made of whole scored groups; none: no stage judges groups.
         reward: how the reward workers are handed rows, in both tables.
         referee: how the reference workers are.
     """
@@ -116,6 +122,11 @@ def sample_flow(
         FlowNode("rollout", "rollout", ("prompt_ids",), ROLLOUT_COLUMNS, scope="chunk"),
         FlowNode("reward", "reward", ("response_text",), reward_columns(reward_names), handing=reward),
     ]
+    if groups:
+        made = (*group_columns(groups), *KEPT_COLUMNS)
+        handing = replace(reward, min_batch=1, max_wait_s=None)
+        nodes.append(FlowNode("groups", "reward", ("reward",), made, (TRAIN,), scope="group", handing=handing))
+        actor_needs = (*actor_needs, "kept")
     if reference:
         nodes.append(_reference(referee))
     if critics:

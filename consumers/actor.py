@@ -36,6 +36,7 @@ class ActorRole(Trainer[TorchEngine]):
         super().__init__(context, store, context.recipe.model, context.run.checkpoints)
         self._transport = GlooTransport(timeout_s=self._recipe.deadlines.sync_s)
         self._formed: Found | None = None
+        self._prompts: tuple[int, ...] = ()
         if context.rank == 0:
             self._tell_durable()
             self._log.cut_back(self._trained)
@@ -95,6 +96,7 @@ class ActorRole(Trainer[TorchEngine]):
         step = int(args["step"])
         self._saved.settle()
         self._catch_up(step - 1)
+        self._prompts = tuple(args.get("prompts", ()))
         if self._trained < step and not self._advance(step):
             return {"again": True}
         return {**self._metrics, **self._saved.take_figures()}
@@ -146,6 +148,7 @@ class ActorRole(Trainer[TorchEngine]):
             world_size=self._mesh.size,
             update=update,
         )
+        entry = msgspec.structs.replace(entry, prompts=self._prompts)
         try:  # before the log, since a redo of the step does not write them
             self._store.write(claim, batch.actor_columns())
         except Fenced as error:

@@ -76,13 +76,16 @@ class RunSteering:
         self._server = store.server_id()
         self._unreachable: set[tuple[str, int, int]] = set()
         self._admitted = 0
+        self._greedy = 0
         self._logged_step = -1
         self._saved_step = 0
         self._line: dict[str, Any] = {}
         self._newest: dict[str, Any] = {}
         self._began = time.monotonic()
         self._activity_before: dict[str, dict[str, float]] = {}
-        self._possible_steps: int | None = None
+        self._used_prompts = 0
+        self._used_through = 0
+        self._parts: list[dict[str, int]] = []
         self._begun = False
         self.open_step = 1
         self.policy_version = 0
@@ -99,9 +102,9 @@ class RunSteering:
         call_id = f"0/describe-{self._dispatch.epoch}/prompts.describe"
         [described] = self._dispatch.call(call_id, "prompts", "describe", {}, deadline_s=self._step_s)
         self.prompts = described.value
-        self._possible_steps = self.prompts["steps"]
         self.open_step, self._begun = self._dispatch.noted_step()
         self._logged_step = FileBatchLog(self._run.batch_log).last_step()
+        self._find_place()
         best = self._calls.noted(_BEST)
         self.best = best["before"] if best and best["step"] >= self.open_step else best
         self._log.info("prompts", **{k: v for k, v in self.prompts.items() if v is not None})
@@ -109,8 +112,11 @@ class RunSteering:
     @property
     def total_steps(self) -> int:
         """The last step, as the recipe, an operator and the data have it."""
-        wanted = int(self._setting("train.steps"))
-        return min(wanted, self._possible_steps) if self._possible_steps else wanted
+        wanted, prompts = int(self._setting("train.steps")), self.prompts.get("prompts")
+        if prompts is None:
+            return wanted
+        left = max(0, prompts - self._used_prompts)
+        return min(wanted, self._used_through + -(-left // self._recipe.data.prompts_per_step))
 
     @property
     def steps_end(self) -> str:
@@ -163,16 +169,27 @@ class RunSteering:
 
     def admit(self, step: int) -> int:
         """See `Steering.admit`."""
-        [value] = self.call("prompts", "admit", {"step": step})
-        self._admitted = int(value["samples"])
+        self._parts, self._admitted, self._greedy = [], 0, 0
+        self._ordinal += 1
+        self._admit_part(step, self._recipe.data.prompts_per_step, self._id("prompts", "admit"))
+        self._used_through = step
         return self._admitted
 
     def wait_batch(self, step: int) -> int:
-        """See `Steering.wait_batch`."""
-        if step <= self._logged_step:
-            return 0  # before a crash: the batch is in the log, the rows are the actor's
-        interest = Interest(TRAIN, "actor", rows=self._admitted, or_settled=True)
-        counts = self._wait_rows(interest, "admit", step)
+        """See `Steering.wait_batch`. With dynamic sampling, other prompts come for groups that were dropped."""
+        if step <= self._logged_step:  # before a crash: the batch is in the log, the rows are the actor's
+            for number, count in enumerate(self._logged_prompts(step)[1:], 1):
+                self._refill(step, number, count)
+            return 0
+        counts = self._wait_step(step)
+        for number in range(1, self._recipe.algorithm.most_refills + 1 if self._dynamic else 1):
+            missing = self._dispatch.call(
+                f"{step}/refill-{number}/prompts.missing", "prompts", "missing", {}, deadline_s=self._step_s
+            )
+            count = int(missing[0].value["groups"])
+            if count == 0 or self._refill(step, number, count) == 0:
+                break
+            counts = self._wait_step(step)
         ready = counts.ready.get("actor", 0) + counts.leased.get("actor", 0)
         if ready == 0 and counts.live == 0:
             self._nothing_to_train(step)
@@ -184,8 +201,11 @@ class RunSteering:
 
     def train(self, step: int) -> None:
         """See `Steering.train`."""
-        self.last_train = self._until_formed("train", {"step": step})
-        self._line.update(self.last_train, filtered=self._admitted - self.last_train["samples"])
+        prompts = [part["count"] for part in self._parts] if self._dynamic else []
+        self.last_train = self._until_formed("train", {"step": step, **({"prompts": prompts} if prompts else {})})
+        self._line.update(self.last_train, filtered=self._admitted - self._greedy - self.last_train["samples"])
+        if prompts:
+            self._line.update(refills=len(prompts) - 1, groups_dropped=sum(prompts) - self.last_train["groups"])
 
     def train_both(self, step: int) -> None:
         """See `Steering.train_both`."""
@@ -354,7 +374,49 @@ class RunSteering:
         """A server that was started again may have come back older: rows that it lost are put again."""
         self._server = self._store.server_id()
         self._log.warning("the server was started again", step=step)
-        self._again("prompts", method, {"step": step})
+        for args in self._parts if method == "admit" else [{"step": step}]:
+            self._again("prompts", method, args)
+
+    @property
+    def _dynamic(self) -> bool:
+        return self._recipe.algorithm.dynamic_sampling
+
+    def _find_place(self) -> None:
+        """Where the open step's prompts begin: the batch log knows how many each step took."""
+        before, per_step = range(1, self.open_step), self._recipe.data.prompts_per_step
+        taken = dict.fromkeys(before, per_step)
+        if self._dynamic:
+            log = FileBatchLog(self._run.batch_log)
+            taken |= {one.step: sum(one.prompts) for one in log.entries() if one.step in before and one.prompts}
+        self._used_prompts, self._used_through = sum(taken.values()), self.open_step - 1
+
+    def _logged_prompts(self, step: int) -> tuple[int, ...]:
+        log = FileBatchLog(self._run.batch_log)
+        return next((one.prompts for one in log.entries(step - 1) if one.step == step), ())
+
+    def _refill(self, step: int, number: int, count: int) -> int:
+        """Admit more prompts to the step, if this one has not been already; how many there were."""
+        if number < len(self._parts):
+            return self._parts[number]["count"]
+        return self._admit_part(step, count, f"{step}/refill-{number}/prompts.admit")
+
+    def _admit_part(self, step: int, count: int, call_id: str) -> int:
+        """Admit the next prompts of the order."""
+        args = {"step": step}
+        if self._dynamic:
+            after = sum(part["count"] for part in self._parts)
+            args |= {"first": self._used_prompts, "count": count, "after": after}
+        [result] = self._dispatch.call(call_id, "prompts", "admit", args, deadline_s=self._step_s)
+        value = result.value
+        found = int(value.get("prompts", count))
+        self._parts.append({**args, "count": found} if self._dynamic else args)
+        self._used_prompts += found
+        self._admitted += int(value["samples"])
+        self._greedy += int(value.get("greedy", 0))
+        return found
+
+    def _wait_step(self, step: int) -> TableCounts:
+        return self._wait_rows(Interest(TRAIN, "actor", rows=self._admitted, or_settled=True), "admit", step)
 
     def _wait_rows(self, interest: Interest, admit: str, step: int) -> TableCounts:
         """Wait for rows, without polling; meanwhile workers that came back receive the weights."""
@@ -386,14 +448,23 @@ class RunSteering:
         return counts.ready.get(stage, 0) + counts.leased.get(stage, 0) >= counts.live
 
     def _nothing_to_train(self, step: int) -> None:
-        call_id = f"{step}/failures-{self._dispatch.epoch}/reward.failures"
-        results = self._dispatch.call(call_id, "reward", "failures", {}, deadline_s=self._step_s)
+        results: list[CallResult] = []
+        for role in ("reward", *(node.name for node in self._recipe.nodes)):
+            call_id = f"{step}/failures-{self._dispatch.epoch}/{role}.failures"
+            results += self._dispatch.call(call_id, role, "failures", {}, deadline_s=self._step_s)
+        if self._dynamic and len(self._parts) > 1 and not any(r.value.get("count") for r in results):
+            raise UsageError(
+                f"rewards of step {step}",
+                got=f"equal ones in every group, after {len(self._parts) - 1} refills",
+                expected="a group whose rewards differ",
+                remedy="Raise algorithm.most_refills or group_size, or take easier or harder data",
+            )
         reasons = [str(r.value["last"]) for r in results if r.value.get("last")]
         raise UsageError(
             f"rewards of step {step}",
             got="no verdict for any sample" + (f"; last failure: {reasons[-1]}" if reasons else ""),
             expected="a number for some samples",
-            remedy="Correct the reward function; the same command goes on with this step",
+            remedy="Correct the function; the same command goes on with this step",
         )
 
     # -- weights ---------------------------------------------------------------------------------------------

@@ -32,10 +32,16 @@ class PromptOrder:
 
     def step_prompts(self, step: int) -> list[int]:
         """Indices of the prompts of a step (from 1); empty after the last pass."""
-        first = (step - 1) * self.per_step
-        end = first + self.per_step
-        if self.passes is not None:
-            end = min(end, self.count * self.passes)
+        return self.prompts_at((step - 1) * self.per_step, self.per_step)
+
+    def total_prompts(self) -> int | None:
+        """Prompts of all passes; None when they have no end."""
+        return None if self.passes is None else self.count * self.passes
+
+    def prompts_at(self, first: int, count: int) -> list[int]:
+        """Indices of `count` prompts from place `first` of the order on; fewer at the end of the last pass."""
+        total = self.total_prompts()
+        end = first + count if total is None else min(first + count, total)
         return [self._index(position) for position in range(first, end)]
 
     def _index(self, position: int) -> int:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from rlmq.buffer.store import ExperienceStore
 from rlmq.common.algorithms import algorithm_of
-from rlmq.common.columns import DATA_COLUMNS, PROMPT_COLUMNS, arrow_schema
+from rlmq.common.columns import DATA_COLUMNS, GREEDY, PROMPT_COLUMNS, arrow_schema
 from rlmq.common.models import eos_ids, folder_context_length, load_tokenizer, resolve_model
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.worker import CallHandler, WorkerContext
@@ -67,8 +67,13 @@ class PromptsRole:
         )
 
     def handlers(self) -> Mapping[str, CallHandler]:
-        """`describe`, `admit` and `admit_eval`."""
-        return {"describe": self.describe, "admit": self.admit, "admit_eval": self.admit_eval}
+        """`describe`, `admit`, `missing` and `admit_eval`."""
+        return {
+            "describe": self.describe,
+            "admit": self.admit,
+            "missing": self.missing,
+            "admit_eval": self.admit_eval,
+        }
 
     def describe(self, _args: Mapping[str, Any]) -> dict[str, Any]:
         """How many prompts there are, what the length policy did, and after how many steps they end."""
@@ -76,16 +81,36 @@ class PromptsRole:
         return {
             "train_prompts": len(train.prompts),
             "steps": self._order.total_steps(),
+            "prompts": self._order.total_prompts(),
             "skipped": train.skipped,
             "cut": train.cut,
             "eval": {name: len(prepared.prompts) for name, prepared in self._prompts.evaluation.items()},
         }
 
     def admit(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Put the training rows of a step: each prompt `group_size` times."""
-        step = int(args["step"])
-        prompts = [self._prompts.train.prompts[i] for i in self._order.step_prompts(step)]
-        return {"samples": self._put("train", step, prompts, self._recipe.algorithm.group_size)}
+        """Put training rows of a step: each prompt `group_size` times, and greedily where the algorithm asks for it.
+
+        The prompts are the step's, or `count` from place `first` of the order on, after `after` others of the step.
+        """
+        step, per_step = int(args["step"]), self._recipe.data.prompts_per_step
+        first, count = int(args.get("first", (step - 1) * per_step)), int(args.get("count", per_step))
+        prompts = [self._prompts.train.prompts[i] for i in self._order.prompts_at(first, count)]
+        greedy = algorithm_of(self._recipe).greedy_baseline
+        samples = self._put(
+            "train",
+            step,
+            prompts,
+            self._recipe.algorithm.group_size,
+            greedy=greedy,
+            after=int(args.get("after", 0)),
+        )
+        return {"samples": samples, "prompts": len(prompts), "greedy": len(prompts) * greedy}
+
+    def missing(self, _args: Mapping[str, Any]) -> dict[str, Any]:
+        """How many more groups would make the step's rows as many as it should have."""
+        members = self._recipe.algorithm.group_size
+        lacking = self._recipe.data.prompts_per_step * members - self._store.counts("train").live
+        return {"groups": max(0, lacking // members)}
 
     def admit_eval(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Put every evaluation prompt `evaluate.samples` times."""
@@ -105,15 +130,26 @@ class PromptsRole:
     def close(self) -> None:
         """Nothing is held; the process closes the store."""
 
-    def _put(self, table: str, step: int, prompts: Sequence[PreparedPrompt], group_size: int) -> int:
-        chunks = chunk_rows(table, step, prompts, group_size, self._recipe.rollout.batch_size_per_device)
+    def _put(
+        self,
+        table: str,
+        step: int,
+        prompts: Sequence[PreparedPrompt],
+        group_size: int,
+        *,
+        greedy: bool = False,
+        after: int = 0,
+    ) -> int:
+        most_rows = self._recipe.rollout.batch_size_per_device
+        chunks = chunk_rows(table, step, prompts, group_size, most_rows, greedy=greedy, after=after)
+        group_size += greedy
         last = len(chunks) - 1
         for number, rows in enumerate(chunks):
             self._store.put(
                 table,
                 rows,
                 producer=f"prompts-{table}",
-                sequence=step * _CHUNKS_PER_STEP + number,
+                sequence=step * _CHUNKS_PER_STEP + after + number,  # no more chunks than prompts
                 group_size=group_size,
                 closes=number == last,
             )
@@ -168,17 +204,26 @@ def read_rows(recipe: Recipe, source: str, folder: Path, *, subject: str) -> lis
 
 
 def chunk_rows(
-    table: str, step: int, prompts: Sequence[PreparedPrompt], group_size: int, most_rows: int
+    table: str,
+    step: int,
+    prompts: Sequence[PreparedPrompt],
+    group_size: int,
+    most_rows: int,
+    *,
+    greedy: bool = False,
+    after: int = 0,
 ) -> list[pa.RecordBatch]:
     """The step's rows in chunks of whole groups: PROMPT_COLUMNS, or DATA_COLUMNS where the data bring responses.
 
-    A chunk has at most `most_rows` rows, the unit of generation; a greater group is a chunk of its own.
+    A chunk has at most `most_rows` rows, the unit of generation; a greater group is a chunk of its own. `greedy`: each
+    group has one more row. `after`: so many groups of the step came before.
     """
-    per_chunk = max(1, most_rows // group_size)
+    per_chunk = max(1, most_rows // (group_size + greedy))
+    names = [*(f"{member:02d}" for member in range(group_size)), *([GREEDY] if greedy else [])]
     chunks = []
     for first in range(0, len(prompts), per_chunk):
         rows = []
-        for group, prompt in enumerate(prompts[first : first + per_chunk], first):
+        for group, prompt in enumerate(prompts[first : first + per_chunk], first + after):
             group_id = f"{table}-{step:06d}-{group:04d}"
             row = {
                 "group_id": group_id,
@@ -188,16 +233,16 @@ def chunk_rows(
                 "prompt_text": prompt.text,
                 "record": prompt.record,
             }
-            rows += _members(row, prompt.responses, group_size)
+            rows += _members(row, prompt.responses, names)
         columns = DATA_COLUMNS if prompts[0].responses else PROMPT_COLUMNS
         chunks.append(pa.RecordBatch.from_pylist(rows, schema=arrow_schema(columns)))
     return chunks
 
 
-def _members(row: Row, responses: Sequence[PreparedResponse], group_size: int) -> list[Row]:
-    """The rows of a group: `group_size` that differ in their names, or one for each response."""
+def _members(row: Row, responses: Sequence[PreparedResponse], names: Sequence[str]) -> list[Row]:
+    """The rows of a group: they differ in their names alone, or there is one for each response."""
     if not responses:
-        return [{**row, "sample_id": f"{row['group_id']}-{member:02d}"} for member in range(group_size)]
+        return [{**row, "sample_id": f"{row['group_id']}-{name}"} for name in names]
     return [
         {
             **row,

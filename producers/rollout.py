@@ -13,7 +13,7 @@ import torch
 
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
-from rlmq.common.columns import ROLLOUT_COLUMNS, arrow_schema
+from rlmq.common.columns import ROLLOUT_COLUMNS, arrow_schema, is_greedy
 from rlmq.common.determinism import require_same_environment
 from rlmq.common.engines.generation import Generated, GenerationEngine, Request, Sampling
 from rlmq.common.engines.hf import HfEngine
@@ -62,6 +62,7 @@ class RolloutRole:
             TRAIN: self._sampling_at(recipe.rollout.temperature),
             EVAL: self._sampling_at(recipe.evaluate.temperature),
         }
+        self._greedy = self._sampling_at(0.0)
         self._answers = Answers(
             recipe.rollout.environment,
             context.recipe_folder,
@@ -169,7 +170,10 @@ class RolloutRole:
         ids = claim.rows["sample_id"].to_pylist()
         prompts = claim.rows["prompt_ids"].to_pylist()
         sampling, seed = self._sampling[claim.table], self._context.recipe.run.seed
-        requests = [Request(i, prompt, sampling, seed) for i, prompt in zip(ids, prompts, strict=True)]
+        requests = [
+            Request(i, prompt, self._greedy if is_greedy(i) else sampling, seed)
+            for i, prompt in zip(ids, prompts, strict=True)
+        ]
         if "record" not in self._columns:
             return requests, [{}] * len(requests)
         return requests, [json.loads(record) for record in claim.rows["record"].to_pylist()]

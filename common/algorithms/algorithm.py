@@ -149,6 +149,21 @@ class Algorithm(Protocol):
         """Whether each group has one more member, generated greedily and never trained on."""
 
     @property
+    def group_columns(self) -> tuple[str, ...]:
+        """Columns that `group` makes; () where groups are not judged before they are trained on."""
+
+    def group(self, rewards: Floats, greedy: float | None) -> tuple[Mapping[str, float], str]:
+        """Judge a group, before anything but its rewards is there.
+
+        Args:
+            rewards: of its rows that have one, without the greedy row [rows], at least one.
+            greedy: the greedy row's, where there is one.
+
+        Returns:
+            `group_columns`, and why the group is dropped (empty: it is not).
+        """
+
+    @property
     def whole_groups(self) -> bool:
         """Whether all rows of a group must be in one micro-batch; a group that lacks rows is left out then."""
 

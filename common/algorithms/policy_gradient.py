@@ -64,6 +64,10 @@ class PolicyGradient:
                 got=self._block.overlong_tokens,
                 expected=f"at most rollout.max_response_tokens ({self._max_response_tokens})",
             )
+        if self._block.dynamic_sampling and self._block.group_size < 2:
+            raise UsageError(
+                "algorithm.dynamic_sampling", got="groups of 1", expected="algorithm.group_size of at least 2"
+            )
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -71,14 +75,23 @@ class PolicyGradient:
         columns: tuple[str, ...] = ("prompt_ids", "response_ids", "loss_mask", "rollout_logprobs", "reward")
         if self.needs_reference:
             columns = (*columns, "ref_logprobs")
-        if self._block.dynamic_sampling:
-            columns = (*columns, "group_std")
-        return (*columns, *self.critics)
+        return (*columns, *self.group_columns, *self.critics)
 
     @property
     def needs_reference(self) -> bool:
         """Whether a reference policy must score the rows."""
         return self._block.kl_coef > 0
+
+    @property
+    def group_columns(self) -> tuple[str, ...]:
+        """`group_std`, with dynamic sampling."""
+        return ("group_std",) if self._block.dynamic_sampling else ()
+
+    def group(self, rewards: Floats, greedy: float | None) -> tuple[Mapping[str, float], str]:
+        """With dynamic sampling, groups whose rewards are all equal are dropped: they have no gradient."""
+        equal = bool(rewards.min() == rewards.max())
+        std = 0.0 if equal else float(rewards.std(ddof=1))
+        return {"group_std": std}, "equal_rewards" if equal else ""
 
     # -- advantages ----------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ Source: arXiv 2310.10505, algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -20,9 +20,14 @@ class ReMax(PolicyGradient):
     greedy_baseline = True
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        """The others', and the greedy response's reward."""
-        return (*super().needs, "baseline")
+    def group_columns(self) -> tuple[str, ...]:
+        """The greedy response's reward."""
+        return ("baseline",)
+
+    def group(self, rewards: Floats, greedy: float | None) -> tuple[Mapping[str, float], str]:
+        """No group is dropped that has a baseline."""
+        assert greedy is not None
+        return {"baseline": greedy}, ""
 
     def token_advantages(self, batch: ScoredBatch, kl: Sequence[Floats]) -> list[Floats]:
         """`r - baseline`, less the KL of the token and those after it."""

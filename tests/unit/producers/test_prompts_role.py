@@ -87,7 +87,7 @@ def claimed(store: RedisStore, table: str) -> list[list[dict[str, Any]]]:
 
 def test_a_step_is_put_in_chunks_of_whole_groups(make_role: MakeRole) -> None:
     role, store = make_role()
-    assert role.handlers()["admit"]({"step": 1}) == {"samples": 20}
+    assert role.handlers()["admit"]({"step": 1}) == {"samples": 20, "prompts": 5, "greedy": 0}
     chunks = claimed(store, "train")
     assert [len(chunk) for chunk in chunks] == [8, 8, 4]
     rows = [row for chunk in chunks for row in chunk]
@@ -159,10 +159,35 @@ def test_a_group_greater_than_a_chunk_is_a_chunk_of_its_own(make_role: MakeRole)
     assert [len(chunk) for chunk in claimed(store, "train")] == [4] * 5
 
 
+def test_a_refill_takes_the_next_prompts_and_is_put_once(make_role: MakeRole) -> None:
+    role, store = make_role("data.shuffle=false", "data.passes=1")
+    again, _ = make_role("data.shuffle=false", "data.passes=1")
+    role.admit({"step": 1, "first": 0, "count": 5, "after": 0})
+    for one in (role, again):
+        assert one.admit({"step": 1, "first": 5, "count": 2, "after": 5}) == {"samples": 8, "prompts": 2, "greedy": 0}
+    assert role.admit({"step": 2, "first": 7, "count": 9, "after": 0})["prompts"] == 5
+    rows = [row for chunk in claimed(store, "train") for row in chunk]
+    assert [row["prompt_text"] for row in rows[::4]] == [f"Say {n}:" for n in range(12)]
+    assert [row["group_id"] for row in rows[20:28:4]] == ["train-000001-0005", "train-000001-0006"]
+
+
+def test_missing_groups_are_those_that_the_rows_left_would_not_fill(make_role: MakeRole) -> None:
+    role, store = make_role("data.shuffle=false")
+    role.admit({"step": 1})
+    assert role.missing({}) == {"groups": 0}
+    claim = store.claim("train", "rollout", max_rows=1000)
+    assert claim is not None
+    store.finish(claim, "filtered", "equal_rewards", rows=range(7))
+    assert role.missing({}) == {"groups": 1}
+    role.admit({"step": 1, "first": 5, "count": 1, "after": 5})
+    assert role.missing({}) == {"groups": 0}
+
+
 def test_passes_end_with_a_short_step_and_all_prompts_used(make_role: MakeRole) -> None:
     role, store = make_role("data.passes=1")
     described = role.describe({})
-    assert described == {"train_prompts": 12, "steps": 3, "skipped": 0, "cut": 0, "eval": {"two": 3, "one": 3}}
+    lengths = {"train_prompts": 12, "skipped": 0, "cut": 0, "eval": {"two": 3, "one": 3}}
+    assert described == {**lengths, "steps": 3, "prompts": 12}
     assert [role.admit({"step": step})["samples"] for step in (1, 2, 3, 4)] == [20, 20, 8, 0]
     texts = [row["prompt_text"] for chunk in claimed(store, "train") for row in chunk]
     assert sorted(set(texts)) == sorted(f"Say {n}:" for n in range(12)) and len(texts) == 48
