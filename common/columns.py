@@ -55,10 +55,11 @@ DATA_COLUMNS: tuple[Column, ...] = (
 REFERENCE_COLUMNS: tuple[Column, ...] = (Column("ref_logprobs", _FLOATS, "reference"),)
 
 
-def reward_columns(names: Iterable[str]) -> tuple[Column, ...]:
-    """`reward` (the weighted sum) and one `reward.NAME` per reward function; null is no verdict."""
+def reward_columns(names: Iterable[str], *, cost: bool = False) -> tuple[Column, ...]:
+    """`reward` (the weighted sum), `cost` (that of costs) and one `reward.NAME` per function; null is no verdict."""
     parts = tuple(Column(f"reward.{name}", pa.float64(), "reward") for name in names)
-    return (Column("reward", pa.float64(), "reward"), *parts)
+    sums = ("reward", "cost") if cost else ("reward",)
+    return (*(Column(name, pa.float64(), "reward") for name in sums), *parts)
 
 
 def critic_columns(names: Iterable[str]) -> tuple[Column, ...]:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Literal
 
 from rlmq.common.columns import (
     DATA_COLUMNS,
-    PROMPT_COLUMNS,
     KEPT_COLUMNS,
+    PROMPT_COLUMNS,
     REFERENCE_COLUMNS,
     ROLLOUT_COLUMNS,
     Column,
@@ -86,6 +86,7 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
         return with_nodes(flow, recipe.nodes)
     flow = sample_flow(
         recipe.reward_names,
+        cost=recipe.has_cost,
         actor_needs=algorithm.needs,
         reference=algorithm.needs_reference,
         critics=algorithm.critics,
@@ -99,6 +100,7 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
 def sample_flow(
     reward_names: Sequence[str],
     *,
+    cost: bool = False,
     actor_needs: Sequence[str] = ("reward",),
     reference: bool = False,
     critics: Sequence[str] = (),
@@ -110,6 +112,7 @@ def sample_flow(
 
     Args:
         reward_names: columns `reward.NAME`.
+        cost: whether some of them are costs, whose sum is the column `cost`.
         actor_needs: columns without which the algorithm cannot train on a row; none: there is no actor.
         reference: whether a reference policy scores the rows of `train`.
         critics: columns that the critic writes (`values`); none: there is no critic.
@@ -120,7 +123,7 @@ def sample_flow(
     nodes = [
         FlowNode("prompts", "prompts", (), PROMPT_COLUMNS),
         FlowNode("rollout", "rollout", ("prompt_ids",), ROLLOUT_COLUMNS, scope="chunk"),
-        FlowNode("reward", "reward", ("response_text",), reward_columns(reward_names), handing=reward),
+        FlowNode("reward", "reward", ("response_text",), reward_columns(reward_names, cost=cost), handing=reward),
     ]
     if groups:
         made = (*group_columns(groups), *KEPT_COLUMNS)

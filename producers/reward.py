@@ -116,8 +116,9 @@ class RewardRole(Role):
         recipe = context.recipe
         self._weights = StepWeights(context)
         self._ensembles = [block.ensemble for block in recipe.reward]
+        self._objectives = [block.objective for block in recipe.reward]
         self._penalty = recipe.rollout.truncation_penalty if recipe.rollout.truncated == "penalise" else 0.0
-        self._schema = arrow_schema(reward_columns(recipe.reward_names))
+        self._schema = arrow_schema(reward_columns(recipe.reward_names, cost=recipe.has_cost))
         # A generated chunk at once: fewer calls, and a function that compares samples sees whole groups.
         # Where there are several workers, each claims its part of one.
         group, chunk = recipe.algorithm.group_size, recipe.rollout.batch_size_per_device
@@ -215,7 +216,11 @@ class RewardRole(Role):
             self._total(weights[index], [part[index] for part in parts], truncated=bool(record["truncated"]))
             for index, record in enumerate(records)
         ]
-        self._write(claim, totals, parts, Facts(tag=self._tag_with(weights)))
+        costs = [
+            self._sum("cost", weights[index], [part[index] for part in parts]) for index in range(len(records))
+        ]
+        sums = [totals, costs] if recipe.has_cost else [totals]
+        self._write(claim, sums, parts, Facts(tag=self._tag_with(weights)))
         self._context.progress()
         self._context.log.info(
             "reward.scored",
@@ -233,17 +238,22 @@ class RewardRole(Role):
 
     def _total(self, weights: Weights, values: Sequence[float | None], *, truncated: bool) -> float | None:
         """The weighted sum over the functions that gave a value, less the penalty of a cut response."""
-        value = total(weights, values, self._ensembles)
+        value = self._sum("reward", weights, values)
         return None if value is None else value - (self._penalty if truncated else 0.0)
 
+    def _sum(self, objective: str, weights: Weights, values: Sequence[float | None]) -> float | None:
+        """The weighted sum over the functions of one objective."""
+        pairs = zip(self._objectives, values, strict=True)
+        return total(weights, [value if own == objective else None for own, value in pairs], self._ensembles)
+
     def _write(
-        self, claim: Claim, totals: list[float | None], parts: list[list[float | None]], facts: Facts
+        self, claim: Claim, sums: list[list[float | None]], parts: list[list[float | None]], facts: Facts
     ) -> None:
-        missing = [index for index, total in enumerate(totals) if total is None]
+        missing = [index for index in range(claim.count) if any(values[index] is None for values in sums)]
         if missing:
             self._failed_rows += len(missing)
             ROWS_WITHOUT_VERDICT.labels(claim.table).inc(len(missing))
-        arrays = [pa.array(values, pa.float64()) for values in (totals, *parts)]
+        arrays = [pa.array(values, pa.float64()) for values in (*sums, *parts)]
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         if missing and claim.table == TRAIN:
             # Before the others' columns, so that no stage ever sees such a row as scored.

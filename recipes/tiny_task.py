@@ -23,5 +23,10 @@ def letters(completions: list[str], **_: Any) -> list[float]:
     return [sum("a" <= c <= "z" for c in text) / max(1, len(text)) for text in completions]
 
 
+def early_letters(completions: list[str], **_: Any) -> list[float]:
+    """The share of characters from a to m: as a cost, it conflicts with `letters`."""
+    return [sum("a" <= c <= "m" for c in text) / max(1, len(text)) for text in completions]
+
+
 def _rows(things: tuple[str, ...]) -> list[dict[str, Any]]:
     return [{"prompt": f"{verb} a {thing}: "} for thing in things for verb in ("Name", "Paint")]

@@ -27,6 +27,9 @@ class RewardBlock(Block):
     code: str | None = Field(
         default=None, description="Field of the data with the tests that the response's code is run against."
     )
+    objective: Literal["reward", "cost"] = Field(
+        default="reward", description="Which sum it enters: the reward, or the cost that safe_rlhf limits."
+    )
     weight: float = Field(default=1.0, description="Weight in the sum.")
     timeout_s: PositiveFloat = Field(default=10.0, description="Seconds per call; beyond: no verdict.")
     memory_mb: PositiveInt | None = Field(

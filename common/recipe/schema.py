@@ -297,7 +297,15 @@ class Recipe(Block):
             raise ValueError(f"at least 1 item: {algorithm.name} learns from rewards")
         if algorithm is not None and not algorithm.online and reward:
             raise ValueError(f"no reward: {algorithm.name} learns from the responses of the data")
+        wanted = {"reward", "cost"} if algorithm is not None and algorithm.name == "safe_rlhf" else {"reward"}
+        if reward and {block.objective for block in reward} != wanted:
+            raise ValueError(f"items with objective {' and '.join(sorted(wanted))}, and no others")
         return reward
+
+    @property
+    def has_cost(self) -> bool:
+        """Whether an item of `reward` is a cost."""
+        return any(block.objective == "cost" for block in self.reward)
 
     @property
     def reward_names(self) -> tuple[str, ...]:
