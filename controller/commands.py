@@ -44,7 +44,7 @@ READS: Mapping[str, tuple[str, ...]] = {
         "redis",
     ),
     "rollout": ("run", "model", "rollout", "evaluate", "train.dtype", "deterministic", "deadlines.sync_s", "redis"),
-    "reward": ("run", "reward", "rollout.truncated", "rollout.truncation_penalty", "redis"),
+    "reward": ("run", "reward", "algorithm", "rollout.truncated", "rollout.truncation_penalty", "redis"),
     "reference": ("run", "model", "train.dtype", "train.micro_batch_tokens", "redis"),
     "critic": (
         "run",

@@ -5,8 +5,8 @@ produces: the algorithm's group columns and `kept`, without which no row is trai
     `filtered(baseline)`, `filtered(no_baseline)`, or for the algorithm's own reason
 waits for: the reward of every row of a group
 
-Rows end between two writes: first the columns, which a redelivered group needs because its greedy row may have ended,
-last `kept`, which lets the others go on. A worker may be killed between any two of these.
+Rows end between two writes: first the columns, which a redelivered group needs because its greedy row may have
+ended, last `kept`, which lets the others go on. A worker may be killed between any two of these.
 """
 
 from __future__ import annotations

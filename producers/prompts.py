@@ -88,7 +88,7 @@ class PromptsRole:
         }
 
     def admit(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Put training rows of a step: each prompt `group_size` times, and greedily where the algorithm asks for it.
+        """Put rows of a step: each prompt `group_size` times, and once greedily where the algorithm asks for it.
 
         The prompts are the step's, or `count` from place `first` of the order on, after `after` others of the step.
         """
@@ -215,8 +215,8 @@ def chunk_rows(
 ) -> list[pa.RecordBatch]:
     """The step's rows in chunks of whole groups: PROMPT_COLUMNS, or DATA_COLUMNS where the data bring responses.
 
-    A chunk has at most `most_rows` rows, the unit of generation; a greater group is a chunk of its own. `greedy`: each
-    group has one more row. `after`: so many groups of the step came before.
+    A chunk has at most `most_rows` rows, the unit of generation; a greater group is a chunk of its own.
+    `greedy`: each group has one more row. `after`: so many groups of the step came before.
     """
     per_chunk = max(1, most_rows // (group_size + greedy))
     names = [*(f"{member:02d}" for member in range(group_size)), *([GREEDY] if greedy else [])]
