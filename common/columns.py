@@ -56,7 +56,7 @@ REFERENCE_COLUMNS: tuple[Column, ...] = (Column("ref_logprobs", _FLOATS, "refere
 
 
 def reward_columns(names: Iterable[str], *, cost: bool = False) -> tuple[Column, ...]:
-    """`reward` (the weighted sum), `cost` (that of costs) and one `reward.NAME` per function; null is no verdict."""
+    """`reward` (the weighted sum), `cost` (that of costs), one `reward.NAME` per function; null is no verdict."""
     parts = tuple(Column(f"reward.{name}", pa.float64(), "reward") for name in names)
     sums = ("reward", "cost") if cost else ("reward",)
     return (*(Column(name, pa.float64(), "reward") for name in sums), *parts)
