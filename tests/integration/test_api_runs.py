@@ -1,0 +1,75 @@
+"""Scripts as whole runs: they train, and go on after their controller was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+TRAINER = """
+import rlmq
+
+if __name__ == "__main__":
+    trainer = rlmq.GRPOTrainer(
+        model="{recipes}/tiny_model.py:folder",
+        reward=["{recipes}/tiny_task.py:letters"],
+        config={{
+            "data": {{"train": "{recipes}/tiny_task.py:train", "prompts_per_step": 4, "max_prompt_tokens": 32}},
+            "algorithm": {{"group_size": 4}},
+            "rollout": {{"max_response_tokens": 16}},
+            "train": {{"steps": 2, "lr": 5.0e-3}},
+        }},
+    )
+    for _ in range(2):
+        print("reward", trainer.step()["reward_mean"])
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_makes_two_steps(cli: Any) -> None:
+    script = cli.folder / "steps.py"
+    script.write_text(TRAINER.format(recipes=RECIPES))
+    done = cli.run("up", script, timeout_s=280)
+    assert done.code == 0, done.text
+    assert len(cli.metrics("steps")) == 2
+    printed = (cli.newest_run("steps") / "logs" / "controller-0.log").read_text()
+    assert printed.count("reward 0.") == 2
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["reuse", "delayed", "second_score"])
+def test_each_loop_runs(cli: Any, name: str) -> None:
+    done = cli.run("up", RECIPES / "loops" / f"{name}.py", timeout_s=280)
+    assert done.code == 0, done.text
+    lines = cli.metrics("loop")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    if name == "delayed":  # the actor has no update in steps 1 and 3
+        assert ["grad_norm" in line for line in lines] == [False, True, False]
+
+
+@pytest.mark.timeout(500)
+def test_ppo_goes_on_after_its_controller_was_killed(cli: Any) -> None:
+    # given a run whose controller, and everything with it, is killed within the second step
+    up = cli.start("up", RECIPES / "ppo.py", "train.steps=3")
+    cli.wait_until(
+        lambda: any((cli.folder / "runs").glob("ppo-*/metrics.jsonl")) and len(cli.metrics("ppo")) >= 1,
+        "a step",
+        200,
+    )
+    for process in (*psutil.Process(up.pid).children(recursive=True), psutil.Process(up.pid)):
+        if process.is_running():
+            os.kill(process.pid, signal.SIGKILL)
+    up.wait(20)
+    cli.wait_until(lambda: not cli.processes(), "all are gone", 30)
+    # when
+    done = cli.run("up", RECIPES / "ppo.py", "train.steps=3", timeout_s=250)
+    # then
+    assert done.code == 0, done.text
+    assert {line["step"] for line in cli.metrics("ppo")} == {1, 2, 3}
+    assert json.loads((cli.newest_run("ppo") / "summary.json").read_text())["steps"] == 3
