@@ -57,11 +57,11 @@ def test_each_loop_runs(cli: Any, name: str) -> None:
 def test_ppo_goes_on_after_its_controller_was_killed(cli: Any) -> None:
     # given a run whose controller, and everything with it, is killed within the second step
     up = cli.start("up", RECIPES / "ppo.py", "train.steps=3")
-    cli.wait_until(
-        lambda: any((cli.folder / "runs").glob("ppo-*/metrics.jsonl")) and len(cli.metrics("ppo")) >= 1,
-        "a step",
-        200,
-    )
+
+    def one_step() -> bool:
+        return any((cli.folder / "runs").glob("ppo-*/metrics.jsonl")) and len(cli.metrics("ppo")) >= 1
+
+    cli.wait_until(one_step, "a step", 200)
     for process in (*psutil.Process(up.pid).children(recursive=True), psutil.Process(up.pid)):
         if process.is_running():
             os.kill(process.pid, signal.SIGKILL)
