@@ -42,6 +42,14 @@ class Unknown(dict[str, Any]):
         return 0.0
 
 
+class Nobody:
+    """A call that nobody answers."""
+
+    def wait(self) -> list[dict[str, Any]]:
+        """No answers, at once."""
+        return []
+
+
 class Tracing:
     """A Steering without a run: every wait is over at once."""
 
@@ -59,6 +67,10 @@ class Tracing:
     def call(self, *_args: Any, **_keywords: Any) -> list[dict[str, Any]]:
         """Nobody answers."""
         return []
+
+    def submit(self, *_args: Any, **_keywords: Any) -> Nobody:
+        """Nobody answers."""
+        return Nobody()
 
     def admit(self, _step: int) -> int:
         """Nothing is admitted."""
