@@ -114,6 +114,10 @@ class Judge:
         with ThreadPoolExecutor(self._concurrency) as pool:
             return list(pool.map(lambda text: self._verdict(text, deadline), asked))
 
+    def close(self) -> None:
+        """Close its connections."""
+        self._client.close()
+
     def _filled(self, prompt: Any, response: str, fields: Mapping[str, Any]) -> str:
         """The question: names in braces are filled in at once, so that braces in a response stay what they are."""
         told = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)

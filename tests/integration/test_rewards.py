@@ -1,0 +1,134 @@
+"""Rewards from a plain script: any kind of scorer, no run, no server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlmq
+from rlmq.common.errors import UsageError
+
+SOURCE = """
+import time
+def correct(completions, answer, **_):
+    return [None if a is None else float(c == a) for c, a in zip(completions, answer)]
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source == "a": return 0.25
+    out = {"score": 0.5, "pred": solution_str[:3]}
+    if len(solution_str) % 2: out["acc"] = True
+    return out
+def no_score(completions, **_): return [{"acc": 1.0} for _ in completions]
+def greedy(completions, **_): return [len(bytearray(1 << 30)) for _ in completions]
+class Counting:
+    def __init__(self, start): self.made = start
+    def __call__(self, completions, **_):
+        self.made += 1
+        return [self.made for _ in completions]
+class Broken:
+    def __init__(self): raise ValueError("no such thing")
+    def __call__(self, completions, **_): return [1.0]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "rewards.py").write_text(SOURCE)
+    return tmp_path
+
+
+def row(response: str, **fields: Any) -> dict[str, Any]:
+    return {"prompt": "p", "response": response, **fields}
+
+
+def test_a_plain_script_gets_totals_and_components(folder: Path) -> None:
+    script = """
+import json, sys, rlmq
+assert "torch" not in sys.modules
+rows = [{"prompt": "p", "response": "4", "answer": "4"}, {"prompt": "p", "response": "5", "answer": None}]
+items = ["rewards.py:correct", {"function": "rewards.py:Counting", "arguments": {"start": 1}, "weight": 0.5}]
+with rlmq.RewardClient(items) as client:
+    first, second = client.score(rows), client.score(rows)
+assert not {"torch", "redis", "zmq"} & set(sys.modules), sys.modules
+print(json.dumps([first.rewards, first.components, second.rewards]))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    first, components, second = json.loads(ended.stdout)
+    assert first == [1.0 + 0.5 * 2, 0.5 * 2]
+    assert components == {"correct": [1.0, None], "Counting": [2.0, 2.0]}
+    assert second == [1.0 + 0.5 * 3, 0.5 * 3]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_dicts_and_numbers_may_alternate(folder: Path, reverse: bool) -> None:
+    rows = [row("x" * n, data_source="ab"[n % 2], reward_model={"ground_truth": "3"}) for n in range(6)]
+    rows = rows[::-1] if reverse else rows
+    with rlmq.RewardClient(["rewards.py:compute_score"], folder=folder) as client:
+        scores = client.score(rows)
+
+    assert scores.rewards == [0.25 if one["data_source"] == "a" else 0.5 for one in rows]
+
+
+def test_a_dict_without_a_score_is_named_with_its_row(folder: Path) -> None:
+    with rlmq.RewardClient(["rewards.py:no_score"], folder=folder) as client:
+        scores = client.score([row("x")])
+
+    assert scores.rewards == [None]
+    assert "no_score: row 0" in scores.reasons[0]
+    assert "without 'score'" in scores.reasons[0]
+
+
+def test_an_ensemble_enters_the_sum_as_its_mean(folder: Path) -> None:
+    members = [
+        {"function": "rewards.py:Counting", "name": f"m{n}", "arguments": {"start": n}, "ensemble": "e"}
+        for n in (1, 4)
+    ]
+    with rlmq.RewardClient([*members, "rewards.py:correct"], folder=folder) as client:
+        scores = client.score([row("4", answer="4")])
+
+    assert scores.components == {"m1": [2.0], "m4": [5.0], "correct": [1.0]}
+    assert scores.rewards == [(2.0 + 5.0) / 2 + 1.0]
+
+
+def test_a_scorer_that_needs_more_memory_than_it_may_has_no_verdict(folder: Path) -> None:
+    item = {"function": "rewards.py:greedy", "memory_mb": 512}
+    with rlmq.RewardClient([item], folder=folder) as client:
+        scores = client.score([row("x")])
+
+    assert scores.rewards == [None]
+    assert "MemoryError" in scores.reasons[0]
+
+
+def test_reasoning_gym_scores_its_own_entries(folder: Path) -> None:
+    import reasoning_gym
+
+    (entry,) = reasoning_gym.create_dataset("basic_arithmetic", size=1, seed=3)
+    right, wrong = f"so <answer>{entry['answer']}</answer>", "<answer>none</answer>"
+    with rlmq.RewardClient([{"builtin": "reasoning_gym", "timeout_s": 60.0}], folder=folder) as client:
+        scores = client.score([row(right, **entry), row(wrong, entry=json.dumps(entry)), row("no entry")])
+
+    assert scores.rewards[0] == 1.0
+    assert scores.rewards[1] is not None
+    assert scores.rewards[1] < 1.0
+    assert scores.rewards[2] is None
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        ({"function": "rewards.py:correct", "code": "tests"}, "exactly one of"),
+        ({"weight": 1.0}, "exactly one of"),
+        ({"function": "rewards.py:Broken"}, "no such thing"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(folder: Path, item: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        rlmq.RewardClient([item], folder=folder)
