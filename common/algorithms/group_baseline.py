@@ -24,12 +24,14 @@ def by_group(rewards: Floats, groups: Sequence[str], advantage: Callable[[Floats
 
 def centred(own: Floats) -> Floats:
     """`r - mean`."""
-    return own - own.mean()
+    found: Floats = own - own.mean()
+    return found
 
 
 def standardised(own: Floats, epsilon: float) -> Floats:
     """`(r - mean) / (std + epsilon)`, `std` being the sample standard deviation (n - 1)."""
-    return centred(own) / (own.std(ddof=1) + epsilon)
+    found: Floats = centred(own) / (own.std(ddof=1) + epsilon)
+    return found
 
 
 def against_the_others(own: Floats) -> Floats:

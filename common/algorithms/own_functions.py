@@ -117,7 +117,7 @@ class OwnFunctions:
         def lost() -> None:
             if self._block.loss is not None:
                 output, batch = trial_batch(self._inner)
-                self.loss(output, batch, {}).loss_sum.backward()  # type: ignore[no-untyped-call]
+                self.loss(output, batch, {}).loss_sum.backward()
                 _checked_gradient(output.logprobs.grad, f"algorithm.loss ({self._block.loss})")
 
         for part in (loaded, estimated, lost):

@@ -62,7 +62,7 @@ GROUPS = ["a", "b", "a", "b", "a", "b"]
 
 
 def batch(**state: float) -> ScoredBatch:
-    return scored(MASKS, REWARDS, GROUPS, **state)
+    return scored(MASKS, REWARDS, GROUPS, 5, **state)
 
 
 def counted(estimates: Estimates, masks: list[list[bool]]) -> list[list[float]]:

@@ -151,7 +151,7 @@ def test_a_steered_coefficient_is_the_one_of_the_step() -> None:
 def test_gradients_are_difference_quotients(name: str, agg: str) -> None:
     output, batch = rows(seed=1)
     knobs = knobs_of(name, loss_agg=agg)
-    value_of(made(name, **knobs), output, batch).backward()  # type: ignore[no-untyped-call]
+    value_of(made(name, **knobs), output, batch).backward()
     new, entropy, step = output.logprobs.tolist(), output.entropy.tolist(), 1e-6
     ratio = (output.logprobs.detach() - batch.columns["old_logprobs"]).exp()
     weights = ratio.clamp(1 - knobs["clip"][0], 1 + knobs["clip"][1]).tolist()
@@ -224,7 +224,7 @@ def test_absurd_ratios_stay_finite_in_float32(name: str, jump: float) -> None:
     terms = made(name, **knobs_of(name, kl_estimator="k3")).loss(
         PolicyOutput(new, output.entropy.detach().float()), narrow, {}
     )
-    terms.loss_sum.backward()  # type: ignore[no-untyped-call]
+    terms.loss_sum.backward()
 
     assert new.grad is not None and bool(new.grad.isfinite().all())
     assert all(math.isfinite(float(x)) for x in terms.metric_sums.values())
@@ -261,7 +261,7 @@ def test_the_value_loss_and_its_gradient(name: str, clip: float | None) -> None:
         return max((value - returns) ** 2, (held - returns) ** 2) / 2
 
     terms = algorithm.value_loss(values, batch)
-    terms.loss_sum.backward()  # type: ignore[no-untyped-call]
+    terms.loss_sum.backward()
 
     total = 0.0
     for head, tensor in values.items():
