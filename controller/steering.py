@@ -115,7 +115,7 @@ class RunSteering:
         wanted, prompts = int(self._setting("train.steps")), self.prompts.get("prompts")
         if prompts is None:
             return wanted
-        left = max(0, prompts - self._used_prompts)
+        left = max(0, int(prompts) - self._used_prompts)
         return min(wanted, self._used_through + -(-left // self._recipe.data.prompts_per_step))
 
     @property
