@@ -23,8 +23,10 @@ from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.columns import arrow_schema, reward_columns
 from rlmq.common.errors import DeadlineExceeded, Fenced, Terminated, UsageError
+from rlmq.common.flow import flow_of
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WITHOUT_VERDICT, ROWS_WRITTEN
 from rlmq.common.recipe.load import recipe_hash
+from rlmq.common.recipe.schema import Recipe
 from rlmq.common.user_code import is_spec, load_function, source_hash, split_spec, user_error
 from rlmq.common.worker import CallHandler, Role, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
@@ -129,6 +131,7 @@ class RewardRole(Role):
         hashes = [source_hash(spec, context.recipe_folder) for spec in specs if is_spec(spec)]
         self._tag = f"config {recipe_hash(recipe)} functions {' '.join(hashes)}"
         self._groups = GroupStage(context, store, algorithm_of(recipe), f"config {recipe_hash(recipe)}")
+        self._columns = (*_COLUMNS, *_columns_of_nodes(recipe))
         self._claim: Claim | None = None
         self._extended_at = 0.0
         self._scoring = ""
@@ -160,7 +163,7 @@ class RewardRole(Role):
         if self._groups.work():
             return True
         for table in (TRAIN, EVAL):
-            claim = self._store.claim(table, _STAGE, max_rows=self._max_rows, columns=_COLUMNS)
+            claim = self._store.claim(table, _STAGE, max_rows=self._max_rows, columns=self._columns)
             if claim is not None:
                 self._context.activity("scoring")
                 try:
@@ -194,7 +197,7 @@ class RewardRole(Role):
         recipe = self._context.recipe
         self._claim, self._extended_at = claim, began
         records = claim.rows.to_pylist()
-        rows = [_reward_row(record) for record in records]
+        rows = [_reward_row(record, self._columns[len(_COLUMNS) :]) for record in records]
         parts: list[list[float | None]] = []
         for runner, block, name in zip(self._runners, recipe.reward, recipe.reward_names, strict=True):
             self._scoring = f"reward function {name}, at most {block.timeout_s:g} s a call"
@@ -281,8 +284,15 @@ class RewardRole(Role):
             self._context.log.warning("reward.no_verdict", reason=reason)
 
 
-def _reward_row(record: Mapping[str, Any]) -> RewardRow:
+def _columns_of_nodes(recipe: Recipe) -> tuple[str, ...]:
+    """What the user's nodes write that the reward waits for: its functions get it by name."""
+    needs = {column for node in flow_of(recipe) if node.name == _STAGE for column in node.needs}
+    return tuple(column for node in recipe.nodes if needs & set(node.writes) for column in node.writes)
+
+
+def _reward_row(record: Mapping[str, Any], more: Sequence[str] = ()) -> RewardRow:
     """A stored row as the user wrote it; without a record, the rendered prompt."""
     fields = json.loads(record["record"]) if record["record"] else {}
     prompt = fields.pop("prompt", record["prompt_text"])
+    fields.update((name, record[name]) for name in more)
     return RewardRow(prompt, record["response_text"], fields)

@@ -32,7 +32,8 @@ REWARD = """\
 from pathlib import Path
 
 
-def letters(completions, **_):
+def letters(completions, safe, **_):
+    assert all(safe)
     with Path(__file__).with_name("scored.txt").open("a") as file:
         file.writelines(f"{len(text)}\\n" for text in completions)
     return [float(len(text) % 5) for text in completions]
