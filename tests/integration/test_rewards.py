@@ -121,12 +121,49 @@ def test_reasoning_gym_scores_its_own_entries(folder: Path) -> None:
     assert scores.rewards[2] is None
 
 
+def test_a_reward_model_scores_the_text_with_its_own_tokenizer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against transformers on each text alone, without padding."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.manual_seed(0)
+    words = {word: n for n, word in enumerate(["<pad>", "<unk>", "<user>", "<assistant>", "a", "b", "c"])}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", unk_token="<unk>")
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+    config = LlamaConfig(
+        vocab_size=7, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_labels=1, pad_token_id=0, max_position_embeddings=12,
+    )  # fmt: skip
+    model = LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(folder / "judge-model")
+    tokenizer.save_pretrained(folder / "judge-model")
+    responses = ["a", "a b c", "b b", "a b c a", "b " * 20]
+    item = {"model": "./judge-model", "timeout_s": 60.0, "arguments": {"batch_tokens": 20, "device": "cpu"}}
+    with rlmq.RewardClient([item], folder=folder) as client:
+        scores = client.score([row(text) for text in responses])
+
+    for text, value in zip(responses[:-1], scores.rewards, strict=False):
+        ids = torch.tensor([[2, 1, 3, *(words[word] for word in text.split())]])
+        with torch.inference_mode():
+            expected = model(input_ids=ids).logits[0, 0].item()
+        assert value == pytest.approx(expected, abs=1e-5)
+    assert scores.rewards[-1] is None
+    assert "more than its 12 positions" in scores.reasons[0]
+
+
 @pytest.mark.parametrize(
     ("item", "told"),
     [
         ({"function": "rewards.py:correct", "code": "tests"}, "exactly one of"),
         ({"weight": 1.0}, "exactly one of"),
         ({"function": "rewards.py:Broken"}, "no such thing"),
+        ({"model": "./nothing"}, "nothing"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(folder: Path, item: dict[str, Any], told: str) -> None:
