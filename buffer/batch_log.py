@@ -34,7 +34,7 @@ class BatchEntry(msgspec.Struct, frozen=True):
     `updates` are its optimizer steps (passes times mini-batches). `policy_version` is the version that the
     step makes; `behaviour_versions` are the least and greatest version that generated its tokens. `state` is what
     the algorithm carries to the next step, `figures` what it tells of this one; `critic_updates` are the critic's.
-    `prompts`: how many were admitted at first and by each refill, where prompts may come for groups that were dropped.
+    `prompts`: how many were admitted at first and by each refill, where others come for groups that were dropped.
     """
 
     step: int

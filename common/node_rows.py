@@ -80,7 +80,7 @@ def _value(value: Any, kind: str, subject: str) -> Any:
         if not isinstance(value, Sequence) or isinstance(value, str | bytes):
             raise UsageError(subject, got=f"{value!r:.80}", expected=kind)
         return [_value(one, kind[5:-1], subject) for one in value]
-    if kind == "float" and isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if kind == "float" and not isinstance(value, bool) and isinstance(value, numbers.Real):
         if not math.isfinite(value):
             raise UsageError(subject, got=repr(value), expected="a finite number")
         return float(value)

@@ -1,6 +1,6 @@
 """A flow of rollout, a safety filter and a reward, without a trainer:
 
-    python recipes/safety_flow.py --prompts "['Name a bird: ', 'Paint a boat: ']" --max-tokens 16
+python recipes/safety_flow.py --prompts "['Name a bird: ', 'Paint a boat: ']" --max-tokens 16
 """
 
 from __future__ import annotations

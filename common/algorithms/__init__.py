@@ -46,10 +46,10 @@ ALGORITHMS: Mapping[str, Spec] = {
     "ppo": ppo.SPEC,
     "decoupled_ppo": decoupled_ppo.SPEC,
     "safe_rlhf": safe_rlhf.SPEC,
-    "score": score.SPEC,
     "sft": sft.SPEC,
     "dpo": dpo.SPEC,
     "reward_model": reward_model.SPEC,
+    "score": score.SPEC,
 }
 
 

@@ -33,7 +33,14 @@ def check_command(path: Path, overrides: Sequence[str]) -> int:
 
 def find_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     """Problems of what the recipe names: data, model, reward functions. Imports the user's files."""
-    for check in (_data_problems, _model_problems, _reward_problems, _algorithm_problems, _environment_problems, _node_problems):
+    for check in (
+        _data_problems,
+        _model_problems,
+        _reward_problems,
+        _algorithm_problems,
+        _environment_problems,
+        _node_problems,
+    ):
         yield from check(loaded)
 
 

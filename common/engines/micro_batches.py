@@ -38,8 +38,8 @@ def plan_micro_batches(
         units: rows that stay together in one micro-batch; none: each row is one.
 
     Returns:
-        `plan[rank][i]`: row indices, ascending. Each row of a unit appears once. Ranks may have different numbers of
-        micro-batches, or none: nothing collective happens before the optimizer step.
+        `plan[rank][i]`: row indices, ascending. Each row of a unit appears once. Ranks may have different numbers
+        of micro-batches, or none: nothing collective happens before the optimizer step.
 
     Example:
         >>> plan_micro_batches([(4, 4), (4, 4), (4, 2)], budget_tokens=16, world_size=2)

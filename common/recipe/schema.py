@@ -256,10 +256,10 @@ class Recipe(Block):
     data: DataBlock
     rollout: RolloutBlock = Field(default_factory=RolloutBlock)
     reward: tuple[RewardBlock, ...] = Field(default=(), validate_default=True)
+    nodes: tuple[NodeBlock, ...] = ()
     reward_controller: str | None = Field(
         default=None, description="file.py:function from a step to {reward's name: weight} of that step's rows."
     )
-    nodes: tuple[NodeBlock, ...] = ()
     train: TrainBlock
     critic: CriticBlock = Field(default_factory=CriticBlock)
     placement: PlacementBlock = Field(default_factory=PlacementBlock)

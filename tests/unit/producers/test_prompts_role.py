@@ -164,7 +164,11 @@ def test_a_refill_takes_the_next_prompts_and_is_put_once(make_role: MakeRole) ->
     again, _ = make_role("data.shuffle=false", "data.passes=1")
     role.admit({"step": 1, "first": 0, "count": 5, "after": 0})
     for one in (role, again):
-        assert one.admit({"step": 1, "first": 5, "count": 2, "after": 5}) == {"samples": 8, "prompts": 2, "greedy": 0}
+        assert one.admit({"step": 1, "first": 5, "count": 2, "after": 5}) == {
+            "samples": 8,
+            "prompts": 2,
+            "greedy": 0,
+        }
     assert role.admit({"step": 2, "first": 7, "count": 9, "after": 0})["prompts"] == 5
     rows = [row for chunk in claimed(store, "train") for row in chunk]
     assert [row["prompt_text"] for row in rows[::4]] == [f"Say {n}:" for n in range(12)]
