@@ -87,3 +87,12 @@ def test_keys_that_the_page_for_newcomers_names_exist() -> None:
 
     assert len(named) > 40
     assert named <= known, f"no keys: {sorted(named - known)}"
+
+
+def test_the_readme_prints_the_script_that_is_there() -> None:
+    script = (ROOT / "recipes" / "ppo.py").read_text("utf-8")
+    printed = re.search(r"^```python\n(import rlmq\n.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
+
+    without_docstrings = re.sub(r'^ *""".*?"""\n+', "", script, flags=re.M | re.S)
+    assert printed is not None
+    assert printed.group(1).split() == without_docstrings.split()
