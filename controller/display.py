@@ -165,12 +165,14 @@ def describe_line(line: Mapping[str, Any], steps: object = None) -> str:
         ("loss", "loss {}", 4),
         ("accuracy", "{} of the pairs right", 3),
         ("response_tokens_mean", "{} tokens each", 1),
+        ("multiplier", "multiplier {}", 3),
+        ("refills", "{} refills", 0),
         ("tokens_per_s", "{} tokens/s", 0),
         ("step_s", "{} s", 2),
     ):
         if line.get(key) is not None:
             figures.append(words.format(number(line[key], digits)))
-    return f"step {step}{of}: {', '.join(figures)}"
+    return f"step {step}{of}: {', '.join(figures) or '-'}"
 
 
 def print_summary(run: RunFolder, summary: Mapping[str, Any], console: Console) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,15 +13,17 @@ from rlmq.buffer.store import ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.calls import CallResult, Calls
 from rlmq.common.errors import DeadlineExceeded, UsageError
-from rlmq.common.metrics import POLICY_VERSION, STEP, set_step_figures
+from rlmq.common.metrics import POLICY_VERSION
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller import plan
 from rlmq.controller.dispatch import Dispatch
+from rlmq.controller.step_line import StepLine, line_of
 from rlmq.controller.trackers import Trackers
+from rlmq.controller.weight_sync import WeightSync
 
 _BEST = "best"
-_SYNC_ATTEMPTS = 5
+_FORM_ATTEMPTS = 5
 _LOOK_S = 0.5
 
 
@@ -71,24 +72,19 @@ class RunSteering:
         self._log = log
         self._place: int | str = 0
         self._ordinal = 0
-        self._syncs = 0
+        self._weights = WeightSync(recipe, dispatch, lambda: self._step_s, log)
+        self._line = StepLine(dispatch, trackers)
         self._repeats = 0
         self._server = store.server_id()
-        self._unreachable: set[tuple[str, int, int]] = set()
         self._admitted = 0
         self._greedy = 0
         self._logged_step = -1
         self._saved_step = 0
-        self._line: dict[str, Any] = {}
-        self._newest: dict[str, Any] = {}
-        self._began = time.monotonic()
-        self._activity_before: dict[str, dict[str, float]] = {}
         self._used_prompts = 0
         self._used_through = 0
         self._parts: list[dict[str, int]] = []
         self._begun = False
         self.open_step = 1
-        self.policy_version = 0
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.last_train: dict[str, Any] = {}
         self.prompts: dict[str, Any] = {}
@@ -135,11 +131,10 @@ class RunSteering:
             step = self.open_step
             self._dispatch.open_step(step, begun=True)
             self._place, self._ordinal, self._begun = step, 0, True
-            self._begin_line(step)
+            self._line.begin(step)
             yield step
-            if self._line:  # the loop has not published this step
-                self._line["sync_s"] = 0.0
-                self._end_line(self.policy_version)
+            if self._line.open:  # the loop has not published this step
+                self._line.end(self.policy_version, 0.0)
             self.open_step, self._begun = step + 1, False
         self._dispatch.open_step(self.open_step, begun=False)
         done = self.open_step - 1
@@ -203,21 +198,23 @@ class RunSteering:
         """See `Steering.train`."""
         prompts = [part["count"] for part in self._parts] if self._dynamic else []
         self.last_train = self._until_formed("train", {"step": step, **({"prompts": prompts} if prompts else {})})
-        self._line.update(self.last_train, filtered=self._admitted - self._greedy - self.last_train["samples"])
+        filtered = self._admitted - self._greedy - self.last_train["samples"]
+        self._line.add({**self.last_train, "filtered": filtered})
         if prompts:
-            self._line.update(refills=len(prompts) - 1, groups_dropped=sum(prompts) - self.last_train["groups"])
+            dropped = sum(prompts) - self.last_train["groups"]
+            self._line.add({"refills": len(prompts) - 1, "groups_dropped": dropped})
 
     def train_both(self, step: int) -> None:
         """See `Steering.train_both`."""
         critic = self.submit("critic", "train", {"step": step})
         self.train(step)
         figures = critic.wait()[0]
-        for _ in range(_SYNC_ATTEMPTS):  # the log has the step again since the actor has trained it
+        for _ in range(_FORM_ATTEMPTS):  # the log has the step again since the actor has trained it
             if not figures.get("again"):
                 break
             figures = self._again("critic", "train", {"step": step})[0].value
         self.last_train = {**self.last_train, **figures}
-        self._line.update(figures)
+        self._line.add(figures)
 
     def _until_formed(self, method: str, args: Mapping[str, Any]) -> dict[str, Any]:
         """The actor's answer; while the server has lost rows of the step, they are put again."""
@@ -233,13 +230,11 @@ class RunSteering:
         version = max(version, self.open_step - 1, self._logged_step)
         began = time.monotonic()
         self._dispatch.hold()
-        self._dispatch.want("rollout", version)
-        self.policy_version = version
-        self._bring_up_to_date()
+        self._weights.want(version)
+        self._weights.bring_up_to_date()
         POLICY_VERSION.set(self.policy_version)
-        if self._line:
-            self._line["sync_s"] = round(time.monotonic() - began, 4)
-            self._end_line(version)
+        if self._line.open:
+            self._line.end(version, time.monotonic() - began)
 
     def evaluate(self, step: int) -> None:
         """See `Steering.evaluate`."""
@@ -288,7 +283,7 @@ class RunSteering:
             self._dispatch.waits(f"stage {stage} in table {TRAIN}", [stage], deadline_s=self._step_s)
             self._dispatch.pump()
             self._dispatch.sleep(_LOOK_S / 5)
-            self._bring_up_to_date()
+            self._weights.bring_up_to_date()
         self._dispatch.waits()
 
     @staticmethod
@@ -306,15 +301,11 @@ class RunSteering:
 
     def note(self, figures: Mapping[str, Any]) -> None:
         """Add figures to the open step's line of metrics; what the line has already stays."""
-        self._line = {**figures, **self._line}
+        self._line.note(figures)
 
     def figures(self, step: int) -> dict[str, Any]:
         """The metrics of a step that has ended; {} where there are none."""
-        if not self._run.metrics.is_file():
-            return {}
-        lines = (json.loads(line) for line in self._run.metrics.read_text().splitlines())
-        found = [line for line in lines if line["kind"] == "train" and line["step"] == step]
-        return found[-1] if found else {}
+        return line_of(self._run.metrics, step)
 
     # -- parts ---------------------------------------------------------------------------------------------
 
@@ -350,14 +341,23 @@ class RunSteering:
         return self._setting("deadlines.step_s")
 
     @property
+    def _state(self) -> plan.State:
+        return self._dispatch.state
+
+    @property
+    def policy_version(self) -> int:
+        """The version that rollout workers serve."""
+        return self._weights.version
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Generated tokens per second of the newest finished step."""
-        return self._newest.get("tokens_per_s")
+        return self._line.newest.get("tokens_per_s")
 
     @property
     def eta_s(self) -> float | None:
         """Seconds until the last step at the newest step's pace."""
-        pace = self._newest.get("step_s")
+        pace = self._line.newest.get("step_s")
         return None if pace is None else round(pace * (self.total_steps - self.open_step + 1), 1)
 
     def _id(self, role: str, method: str, *, after: int = 0) -> str:
@@ -440,7 +440,7 @@ class RunSteering:
             self._store.wait([interest], timeout_s=_LOOK_S, wake_fd=self._dispatch.bus.wake.fd)
             self._dispatch.pump()
             self._dispatch.hold()
-            self._bring_up_to_date()
+            self._weights.bring_up_to_date()
 
     @staticmethod
     def _settled(counts: TableCounts, stage: str) -> bool:
@@ -466,110 +466,3 @@ class RunSteering:
             expected="a number for some samples",
             remedy="Correct the function; the same command goes on with this step",
         )
-
-    # -- weights ---------------------------------------------------------------------------------------------
-
-    def _bring_up_to_date(self) -> None:
-        """Every ready rollout worker serves the policy version after this, newcomers included.
-
-        Raises:
-            DeadlineExceeded: none of them could receive it.
-        """
-        for _ in range(_SYNC_ATTEMPTS):
-            behind = self._behind()
-            if not behind:
-                return
-            self._sync(self.policy_version, behind)
-        behind = self._behind()
-        self._unreachable.update(self._attempt(worker) for worker in behind)
-        names = ", ".join(worker.name for worker in behind)
-        if behind and not any(one.serving == self.policy_version for one in plan.present(self._state, "rollout")):
-            raise DeadlineExceeded(
-                f"weight sync of version {self.policy_version}",
-                got=f"{_SYNC_ATTEMPTS} failed transfers to {names}",
-                remedy="Read the logs of the actor and of that worker",
-            )
-        if behind:
-            self._log.warning("goes on without", workers=names, version=self.policy_version)
-
-    def _behind(self) -> list[plan.Worker]:
-        return [
-            one
-            for one in plan.present(self._state, "rollout")
-            if one.ready and one.serving != self.policy_version and self._attempt(one) not in self._unreachable
-        ]
-
-    def _attempt(self, worker: plan.Worker) -> tuple[str, int, int]:
-        return worker.name, worker.incarnation, self.policy_version
-
-    @property
-    def _state(self) -> plan.State:
-        return self._dispatch.state
-
-    def _sync(self, version: int, behind: list[plan.Worker]) -> None:
-        self._syncs += 1
-        generation = f"{self._dispatch.epoch}.{self._syncs}"
-        members, ranks = [one.name for one in behind], [one.rank for one in behind]
-        sync_s = self._recipe.deadlines.sync_s
-        self._dispatch.hold()  # not between its calls: both ends would wait for each other
-
-        def call_id(role: str, method: str) -> str:
-            return f"{version}/sync-{generation}/{role}.{method}"
-
-        def submit(role: str, method: str, args: Mapping[str, Any], to: Sequence[int], deadline_s: float) -> str:
-            return self._dispatch.submit(call_id(role, method), role, method, args, to, deadline_s=deadline_s)
-
-        asked = {"generation": generation, "members": members, "version": version}
-        mesh = list(range(self._recipe.placement.actor.workers))  # all of them: they may have steps to redo
-        [[offer, *_]] = self._dispatch.wait(submit("actor", "offer", asked, mesh, self._step_s))
-        if (offered := offer.value.get("version", version)) > version:  # the records are older than its checkpoint
-            self.policy_version = version = offered
-            self._dispatch.want("rollout", version)
-        args = {**offer.value, "version": version, "receive": call_id("rollout", "receive_weights")}
-        # Both ends give up after sync_s by themselves, and say why.
-        send = submit("actor", "send_weights", args, [0], 2 * sync_s)
-        receive = submit("rollout", "receive_weights", args, ranks, 2 * sync_s)
-        [sent], received = self._dispatch.wait(send, receive)
-        failed = {one.rank: one.released or one.value.get("failed") for one in received}
-        self._dispatch.served("rollout", [rank for rank in ranks if not failed[rank]], version)
-        for rank, reason in failed.items():
-            if reason:
-                self._log.warning("weights not received", worker=f"rollout-{rank}", reason=reason)
-        self._log.info("weights", version=version, generation=generation, to=members, **sent.value)
-
-    # -- metrics ----------------------------------------------------------------------------------------------
-
-    def _begin_line(self, step: int) -> None:
-        self._began = time.monotonic()
-        self._line = {"kind": "train", "step": step}
-        self._activity_before = self._activities()
-
-    def _activities(self) -> dict[str, dict[str, float]]:
-        return {role: self._dispatch.pulses.activity_s(role) for role in ("rollout", "reward", "actor")}
-
-    def _end_line(self, version: int) -> None:
-        """Write the step's metrics: from its first call until its weights are served everywhere."""
-        seconds = time.monotonic() - self._began
-        line = self._line
-        line["policy_version"] = version
-        line["step_s"] = round(seconds, 4)
-        line["ended_unix_s"] = round(time.time(), 4)
-        tokens = line.get("generated_tokens", line.get("trained_tokens", 0))
-        line["tokens_per_s"] = round(tokens / seconds, 1)
-        line["time_shares"] = self._time_shares(seconds)
-        self._trackers.log(line)
-        set_step_figures({**line, "seconds": seconds})
-        STEP.set(line["step"])
-        self._newest, self._line = line, {}
-
-    def _time_shares(self, seconds: float) -> dict[str, float]:
-        """Share of the step's time in each activity (mean over the role's workers, 0 to 1)."""
-        shares: dict[str, float] = {}
-        now = self._activities()
-        for role, activity in (("rollout", "generating"), ("reward", "scoring"), ("actor", "training")):
-            workers = max(1, len(plan.present(self._state, role)))
-            before = self._activity_before.get(role, {}).get(activity, 0.0)
-            spent = now[role].get(activity, 0.0) - before
-            shares[activity] = round(min(1.0, max(0.0, spent / workers / seconds)), 4)
-        shares["syncing"] = round(min(1.0, self._line["sync_s"] / seconds), 4)
-        return shares

@@ -131,7 +131,7 @@ def test_durations(seconds: object, words: str) -> None:
 
 
 def test_a_line_without_figures_is_still_a_line() -> None:
-    assert describe_line({}) == "step ?: reward - ± -"
+    assert describe_line({}) == "step ?: -"
 
 
 def test_the_summary_shows_each_set_before_and_after(run: RunFolder) -> None:
