@@ -95,7 +95,7 @@ def _prompts(loaded: LoadedRecipe, folder: str, tokenizer: Any) -> Sequence[Prep
         long_prompts=recipe.data.long_prompts,
         context_tokens=folder_context_length(folder),
     )
-    rows = load_rows(recipe.data.train, loaded.folder, subject="data.train")
+    rows = load_rows(recipe.training_sets["train"], loaded.folder, subject="data.train")
     return prepare_prompts(rows, tokenizer, policy, source="train", subject="data.train").prompts
 
 

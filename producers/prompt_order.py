@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 
@@ -49,7 +50,55 @@ class PromptOrder:
         return _permutation(self.seed, dataset_pass, self.count)[place] if self.shuffle else place
 
 
-@lru_cache(maxsize=4)
+@dataclass(frozen=True, slots=True)
+class MixedOrder:
+    """Prompts of several sets, drawn by weights that change on the way (a curriculum).
+
+    Each place adds its weights to the sets' credits and takes the set with most credit, which pays 1: every set is
+    taken as often as the weights say, to within the number of sets. Each set has its own order and passes. A set's
+    indices follow those of the sets before it.
+
+    Attributes:
+        sets: order of each set by name.
+        mixture: `(place from which they hold, weight by name)`, the first from place 0.
+    """
+
+    sets: Mapping[str, PromptOrder]
+    mixture: Sequence[tuple[int, Mapping[str, float]]]
+    _taken: list[int] = field(default_factory=list, repr=False)
+    _credit: dict[str, float] = field(default_factory=dict, repr=False)
+    _used: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def total_steps(self) -> None:
+        """There is no end."""
+
+    def total_prompts(self) -> None:
+        """There is no end."""
+
+    def prompts_at(self, first: int, count: int) -> list[int]:
+        """Indices of `count` prompts from place `first` on."""
+        while len(self._taken) < first + count:
+            self._take(len(self._taken))
+        return self._taken[first : first + count]
+
+    def _take(self, place: int) -> None:
+        weights = next(weights for start, weights in reversed(self.mixture) if start <= place)
+        whole = sum(weights.values())
+        for name in self.sets:
+            self._credit[name] = self._credit.get(name, 0.0) + weights.get(name, 0.0) / whole
+        chosen = max((name for name in self.sets if weights.get(name, 0.0) > 0), key=self._credit.__getitem__)
+        self._credit[chosen] -= 1.0
+        used = self._used.get(chosen, 0)
+        self._used[chosen] = used + 1
+        before = 0
+        for name, order in self.sets.items():
+            if name == chosen:
+                self._taken.extend(before + index for index in order.prompts_at(used, 1))
+                return
+            before += order.count
+
+
+@lru_cache(maxsize=16)
 def _permutation(seed: int, dataset_pass: int, count: int) -> tuple[int, ...]:
     """Sorted by hash: the same in every process, Python version and platform."""
 

@@ -8,6 +8,7 @@ waits for: room in the table (its put names the stage that must drain)
 from __future__ import annotations
 
 import select
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from rlmq.common.models import eos_ids, folder_context_length, load_tokenizer, r
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.producers.data import Row, load_rows
-from rlmq.producers.prompt_order import PromptOrder
+from rlmq.producers.prompt_order import MixedOrder, PromptOrder
 from rlmq.producers.prompt_tokens import (
     LengthPolicy,
     PreparedPrompt,
@@ -58,13 +59,22 @@ class PromptsRole:
         self._progress = context.progress
         self._waits = context.waits
         self._prompts = load_prompts(context)
-        self._order = PromptOrder(
-            count=len(self._prompts.train.prompts),
-            per_step=recipe.data.prompts_per_step,
-            seed=recipe.run.seed,
-            shuffle=recipe.data.shuffle,
-            passes=recipe.data.passes,
-        )
+        self._order = self._make_order()
+
+    def _make_order(self) -> PromptOrder | MixedOrder:
+        recipe, data = self._recipe, self._recipe.data
+
+        def order(count: int) -> PromptOrder:
+            return PromptOrder(
+                count, data.prompts_per_step, recipe.run.seed, shuffle=data.shuffle, passes=data.passes
+            )
+
+        prompts = self._prompts.train.prompts
+        if not data.mixture:
+            return order(len(prompts))
+        sizes = Counter(prompt.source for prompt in prompts)
+        mixture = [((one.from_step - 1) * data.prompts_per_step, one.weights) for one in data.mixture]
+        return MixedOrder({name: order(sizes[name]) for name in recipe.training_sets}, mixture)
 
     def handlers(self) -> Mapping[str, CallHandler]:
         """`describe`, `admit`, `missing` and `admit_eval`."""
@@ -178,15 +188,24 @@ def load_prompts(context: WorkerContext) -> PromptSets:
         subject, progress = f"{key} ({source})", context.progress
         return prepare_prompts(rows, tokenizer, policy, source=name, subject=subject, progress=progress, **how)
 
+    def train(**how: Any) -> PreparedPrompts:
+        several = isinstance(recipe.data.train, dict)
+        found = [
+            prepare(f"data.train.{name}" if several else "data.train", source, name, **how)
+            for name, source in recipe.training_sets.items()
+        ]
+        prompts = tuple(prompt for one in found for prompt in one.prompts)
+        return PreparedPrompts(prompts, sum(one.skipped for one in found), sum(one.cut for one in found))
+
     if names := answers(recipe):
         made = responses_of(tokenizer, policy, names, eos_ids(model, tokenizer))
-        return PromptSets(prepare("data.train", recipe.data.train, "train", responses=made), {})
+        return PromptSets(train(responses=made), {})
     several = isinstance(recipe.data.eval, dict)
     evaluation = {
         name: prepare(f"data.eval.{name}" if several else "data.eval", source, name)
         for name, source in recipe.evaluation_sets.items()
     }
-    return PromptSets(prepare("data.train", recipe.data.train, "train"), evaluation)
+    return PromptSets(train(), evaluation)
 
 
 def answers(recipe: Recipe) -> tuple[str, ...]:

@@ -47,7 +47,10 @@ def find_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
 def data_sources(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     """`(recipe key, source)` of every data source."""
     data = loaded.recipe.data
-    yield "data.train", data.train
+    if isinstance(data.train, str):
+        yield "data.train", data.train
+    else:
+        yield from ((f"data.train.{name}", source) for name, source in data.train.items())
     if isinstance(data.eval, str):
         yield "data.eval", data.eval
     elif data.eval is not None:
@@ -84,7 +87,7 @@ def _model_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
 def _reward_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     for index, block in enumerate(loaded.recipe.reward):
         try:
-            if is_spec(block.source):
+            if block.function is not None or is_spec(block.source):
                 load_function(block.source, loaded.folder, subject=f"reward.{index}.{block.kind}")
         except RlmqError as error:
             yield error

@@ -232,11 +232,12 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
     values = recipe.model_dump()
     values["model"] = place(recipe.model, "model")
     data = values["data"]
-    data["train"] = place(recipe.data.train, "data.train")
-    if isinstance(recipe.data.eval, str):
-        data["eval"] = place(recipe.data.eval, "data.eval")
-    elif recipe.data.eval is not None:
-        data["eval"] = {key: place(name, f"data.eval.{key}") for key, name in recipe.data.eval.items()}
+    for key in ("train", "eval"):
+        sets = getattr(recipe.data, key)
+        if isinstance(sets, str):
+            data[key] = place(sets, f"data.{key}")
+        elif sets is not None:
+            data[key] = {name: place(source, f"data.{key}.{name}") for name, source in sets.items()}
     if recipe.rollout.environment is not None:
         values["rollout"]["environment"] = place(recipe.rollout.environment, "rollout.environment")
     for key in ("advantage", "loss", "loop"):

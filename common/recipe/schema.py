@@ -37,12 +37,31 @@ class RunBlock(Block):
         return name
 
 
+class MixtureBlock(Block):
+    """How the training sets are mixed from a step on."""
+
+    from_step: PositiveInt = Field(default=1, description="First step of these weights.")
+    weights: dict[str, float] = Field(
+        description="Weight of each training set by name; sets without one are left out."
+    )
+
+    @field_validator("weights")
+    @classmethod
+    def _some_weight(cls, weights: dict[str, float]) -> dict[str, float]:
+        if not weights or min(weights.values()) < 0 or sum(weights.values()) == 0:
+            raise ValueError("weights of 0 or more, at least one above 0")
+        return weights
+
+
 class DataBlock(Block):
     """Prompts: files or functions, and how long a prompt may be."""
 
-    train: str = Field(
+    train: str | dict[str, str] = Field(
         description="Prompts: .jsonl, .parquet, or file.py:function returning a list of rows; where they bring "
-        "their responses, also the folder of a run's samples."
+        "their responses, also the folder of a run's samples. Or a mapping of names to such sets, see mixture."
+    )
+    mixture: tuple[MixtureBlock, ...] = Field(
+        default=(), description="Weights of the training sets by step (a curriculum); none: all prompts alike."
     )
     eval: str | dict[str, str] | None = Field(
         default=None, description="Evaluation sets: one source, or a mapping of names to sources."
@@ -68,6 +87,22 @@ class DataBlock(Block):
         if sets == {}:
             raise ValueError("at least one set, or none at all")
         return sets
+
+    @model_validator(mode="after")
+    def _mixture_of_sets(self) -> DataBlock:
+        names = list(self.train) if isinstance(self.train, dict) else []
+        if isinstance(self.train, dict) and not names:
+            raise ValueError("train: at least one set")
+        unknown = [name for one in self.mixture for name in one.weights if name not in names]
+        if unknown:
+            raise ValueError(
+                f"mixture: names of data.train ({', '.join(names) or 'which is one set'}), not {unknown[0]}"
+            )
+        if self.mixture and (self.mixture[0].from_step != 1 or self.passes is not None):
+            raise ValueError("mixture: from_step 1 first, and no passes (a mixture has no end)")
+        if [one.from_step for one in self.mixture] != sorted({one.from_step for one in self.mixture}):
+            raise ValueError("mixture: each from_step greater than the one before")
+        return self
 
 
 class RolloutBlock(Block):
@@ -318,6 +353,12 @@ class Recipe(Block):
                 name, n = f"{base}_{n}", n + 1
             names.append(name)
         return tuple(names)
+
+    @property
+    def training_sets(self) -> dict[str, str]:
+        """Sources of the training sets by name; a single one is called `train`."""
+        sets = self.data.train
+        return {"train": sets} if isinstance(sets, str) else dict(sets)
 
     @property
     def evaluation_sets(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmq.producers.prompt_order import PromptOrder
+from rlmq.producers.prompt_order import MixedOrder, PromptOrder
 
 ORDERS = st.builds(
     PromptOrder,
@@ -83,3 +83,48 @@ def test_a_step_does_not_depend_on_the_steps_asked_before(position: int) -> None
     for step in range(1, 40):
         order.step_prompts(step)
     assert PromptOrder(count=9, per_step=4, seed=1).step_prompts(position) == alone
+
+
+WEIGHTS = st.dictionaries(st.sampled_from("abc"), st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0]), min_size=1).filter(
+    lambda weights: sum(weights.values()) > 0
+)
+
+
+def mixed(first: dict[str, float], then: dict[str, float], at: int) -> MixedOrder:
+    """Sets of 3, 7 and 40 prompts."""
+    sets = {name: PromptOrder(count, 8, 0) for name, count in (("a", 3), ("b", 7), ("c", 40))}
+    return MixedOrder(sets, [(0, first), (at, then)])
+
+
+def set_of(index: int) -> str:
+    return "a" if index < 3 else "b" if index < 10 else "c"
+
+
+@given(WEIGHTS, WEIGHTS, st.integers(1, 60))
+def test_sets_are_taken_as_often_as_their_weights_say_at_each_time(
+    first: dict[str, float], then: dict[str, float], at: int
+) -> None:
+    order = mixed(first, then, at)
+
+    for start, count, weights in ((0, at, first), (at, 100, then)):
+        found = Counter(set_of(index) for index in order.prompts_at(start, count))
+        for name in "abc":
+            wanted = count * weights.get(name, 0.0) / sum(weights.values())
+            assert abs(found[name] - wanted) <= 3
+            assert weights.get(name, 0.0) > 0 or found[name] == 0
+
+
+@given(WEIGHTS, WEIGHTS, st.integers(1, 60))
+def test_a_mixture_is_the_same_from_wherever_it_is_asked(
+    first: dict[str, float], then: dict[str, float], at: int
+) -> None:
+    whole = mixed(first, then, at).prompts_at(0, 90)
+
+    parts = mixed(first, then, at)
+    assert parts.prompts_at(60, 30) + parts.prompts_at(0, 60) == whole[60:] + whole[:60]
+
+
+def test_each_set_of_a_mixture_has_its_own_passes() -> None:
+    taken = Counter(mixed({"a": 3.0, "b": 7.0}, {"a": 3.0, "b": 7.0}, 1).prompts_at(0, 20))
+
+    assert taken == dict.fromkeys(range(10), 2)

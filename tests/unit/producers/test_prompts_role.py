@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -223,3 +224,31 @@ def test_waiting_ends_when_a_call_rings(make_role: MakeRole) -> None:
     role.close()
     os.close(reader)
     os.close(writer)
+
+
+def test_a_curriculum_takes_its_sets_by_step(make_role: MakeRole) -> None:
+    # given an easy and a hard set, of which the hard one comes in from step 2 on
+    mixture = "data.mixture=[{weights: {easy: 1}}, {from_step: 2, weights: {easy: 1, hard: 4}}]"
+    role, store = make_role("data.train={easy: t.jsonl, hard: e.jsonl}", mixture, "data.prompts_per_step=5")
+    # when three steps are admitted
+    for step in (1, 2, 3):
+        role.admit({"step": step})
+    # then each has its sets by weight
+    rows = [row for chunk in claimed(store, "train") for row in chunk]
+    counts = [Counter(row["source"] for row in rows if row["step"] == step) for step in (1, 2, 3)]
+    assert counts == [{"easy": 20}, {"easy": 4, "hard": 16}, {"easy": 4, "hard": 16}]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["data.mixture=[{weights: {easy: 1}}]"], "which is one set"),
+        (["data.train={easy: t.jsonl}", "data.mixture=[{weights: {eazy: 1}}]"], "not eazy"),
+        (["data.train={easy: t.jsonl}", "data.mixture=[{from_step: 2, weights: {easy: 1}}]"], "from_step 1 first"),
+        (["data.train={easy: t.jsonl}", "data.mixture=[{weights: {easy: 1}}]", "data.passes=1"], "no passes"),
+        (["data.train={easy: t.jsonl}", "data.mixture=[{weights: {easy: 0}}]"], "at least one above 0"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(make_role: MakeRole, keys: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        make_role(*keys)
