@@ -11,9 +11,8 @@ that a row's reward depends on its step and not on when it was scored.
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -22,87 +21,25 @@ from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.columns import arrow_schema, reward_columns
-from rlmq.common.errors import DeadlineExceeded, Fenced, Terminated, UsageError
+from rlmq.common.errors import DeadlineExceeded, Fenced, Terminated
 from rlmq.common.flow import flow_of
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WITHOUT_VERDICT, ROWS_WRITTEN
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.recipe.schema import Recipe
-from rlmq.common.user_code import is_spec, load_function, source_hash, split_spec, user_error
+from rlmq.common.user_code import is_spec, source_hash
 from rlmq.common.worker import CallHandler, Role, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.producers.groups import GroupStage
 from rlmq.producers.process_runner import ProcessRewardRunner
 from rlmq.producers.reward_runner import RewardRow, RewardRunner
-from rlmq.producers.reward_values import to_number, total
+from rlmq.producers.reward_values import total
+from rlmq.producers.reward_weights import StepWeights, Weights
 
 _STAGE = "reward"
 _COLUMNS = ("response_text", "truncated", "prompt_text", "record", "step")
 _EXTEND_EVERY_S = 5.0
 _TAG_CHARACTERS = 200  # most that the lineage keeps
-_STEPS_KNOWN = 100
 _REASONS_TOLD = 50  # distinct ones, so that a function with ever new messages does not fill the disk
-
-Weights = tuple[float, ...]
-"""One per reward function."""
-
-
-class StepWeights:
-    """Weights of the reward functions by the step of a row: what an operator set from a step on, else what the
-    recipe's `reward_controller` says of the step, else the recipe's.
-
-    Settings of a step are in the records before its rows are, so that they are read once for each new step.
-
-    Raises:
-        UsageError: a controller that is not there, raises, or names a weight of no reward.
-    """
-
-    def __init__(self, context: WorkerContext) -> None:
-        self._calls = context.calls
-        self._role = context.role
-        self._names = [f"reward.{name}.weight" for name in context.recipe.reward_names]
-        self.of_recipe: Weights = tuple(block.weight for block in context.recipe.reward)
-        self._known: dict[int, Weights] = {}
-        self._controller: Callable[[int], Any] | None = None
-        self._controller_spec, self._folder = context.recipe.reward_controller, context.recipe_folder
-        if self._controller_spec is not None:
-            self._controller = load_function(self._controller_spec, self._folder, subject="reward_controller")
-            self._controlled(1)
-
-    def of(self, step: int) -> Weights:
-        """Weights of the rows of this step, one per function."""
-        if step not in self._known:
-            if len(self._known) >= _STEPS_KNOWN:
-                self._known.clear()
-            desired = self._calls.wanted(self._role)
-            settings = desired.settings if desired is not None else {}
-            pairs = zip(self._names, self._controlled(step), strict=True)
-            self._known[step] = tuple(_at_step(settings.get(name, ()), step, weight) for name, weight in pairs)
-        return self._known[step]
-
-    def _controlled(self, step: int) -> Weights:
-        """The recipe's weights, or those of the user's controller for the step."""
-        if self._controller is None or self._controller_spec is None:
-            return self.of_recipe
-        subject = f"reward_controller ({self._controller_spec}), step {step}"
-        try:
-            given = self._controller(step)
-        except Exception as error:  # the user's code may raise anything
-            file = self._folder / split_spec(self._controller_spec, subject=subject)[0]
-            raise user_error(error, file.resolve(), subject=subject) from error
-        names = [name.removeprefix("reward.").removesuffix(".weight") for name in self._names]
-        if not isinstance(given, Mapping) or not set(given) <= set(names):
-            wrong = sorted(set(given) - set(names)) if isinstance(given, Mapping) else given
-            raise UsageError(subject, got=repr(wrong), expected=f"weights by name, of {', '.join(names)}")
-        weights = tuple(to_number(given.get(name, w)) for name, w in zip(names, self.of_recipe, strict=True))
-        finite = tuple(w for w in weights if w is not None and math.isfinite(w))
-        if len(finite) != len(names):
-            raise UsageError(subject, got=repr(dict(given)), expected="a finite number for each weight")
-        return finite
-
-
-def _at_step(changes: Sequence[tuple[int, str]], step: int, weight: float) -> float:
-    """The newest value that counts for the step."""
-    return next((float(value) for first, value in reversed(changes) if first <= step), weight)
 
 
 class RewardRole(Role):

@@ -91,6 +91,12 @@ def _reward_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
                 load_function(block.source, loaded.folder, subject=f"reward.{index}.{block.kind}")
         except RlmqError as error:
             yield error
+    from rlmq.producers.reward_weights import RewardController
+
+    try:
+        RewardController(loaded.recipe, loaded.folder).of(1)
+    except RlmqError as error:
+        yield error
 
 
 def _algorithm_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:

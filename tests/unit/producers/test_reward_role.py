@@ -60,6 +60,7 @@ class Bench:
         self.lease_s = 60.0
         self.min_batch = 1
         self.deterministic = False
+        self.controller: str | None = None
         self.puts = 0
         self.roles: list[RewardRole] = []
         self.stores: list[RedisStore] = []
@@ -76,6 +77,7 @@ class Bench:
                 "train": {"steps": 3},
                 "stages": {"reward": {"min_batch": self.min_batch}},
                 "deterministic": self.deterministic,
+                "reward_controller": self.controller,
             }
         )
         self.recipe = recipe
@@ -387,6 +389,41 @@ def test_a_weight_that_an_operator_set_counts_from_its_step_on(bench: Bench) -> 
     tags = [one.tag for one in bench.store.lineage("train", chunks) if "reward" in one.columns]
     config = f"config {recipe_hash(bench.recipe)} functions "
     assert [tag.partition(config)[0] for tag in tags] == ["weights 4 2 ", "weights 3 2 ", "weights 3 2 ", ""]
+
+
+def test_a_controller_of_weights_decides_by_step_and_an_operator_above_it(bench: Bench) -> None:
+    # given a function that turns the first reward off from step 3 on, and an operator who set it from step 4 on
+    (bench.folder / "c.py").write_text("def by_step(step): return {'length': 1.0 if step < 3 else 0.0}\n")
+    bench.controller = "c.py:by_step"
+    role = bench.open(block("length", weight=0.5), block("odd", weight=2.0))
+    settings = {"reward.length.weight": [(4, "3")]}
+    bench.calls.want(Desired(role="reward", version=1, phase="run", settings=settings))
+    # when rows of three steps are scored
+    for step in (2, 3, 4):
+        bench.put("aa", step=step)
+        assert role.work()
+    # then each has the weights of its step, and the lineage says which
+    assert bench.rewards() == [2.0, 0.0, 6.0]
+    chunks = [RowRange(f"prompts.{n}", 0, 1) for n in (1, 2, 3)]
+    tags = [one.tag for one in bench.store.lineage("train", chunks) if "reward" in one.columns]
+    assert [tag.partition(" config ")[0] for tag in tags] == ["weights 1 2", "weights 0 2", "weights 3 2"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("{'lenght': 1.0}", "got \\['lenght'\\], expected weights by name, of length"),
+        ("{'length': float('nan')}", "expected a finite number for each weight"),
+        ("3", "expected weights by name"),
+        ("1 / 0", "ZeroDivisionError at .*c.py:1"),
+    ],
+)
+def test_a_controller_of_weights_that_cannot_be_is_refused(bench: Bench, body: str, told: str) -> None:
+    (bench.folder / "c.py").write_text(f"def by_step(step): return {body}\n")
+    bench.controller = "c.py:by_step"
+
+    with pytest.raises(UsageError, match=told):
+        bench.open(block("length"))
 
 
 def test_a_weight_set_while_the_worker_runs_is_seen_with_the_next_steps_rows(bench: Bench) -> None:
