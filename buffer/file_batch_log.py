@@ -117,7 +117,8 @@ class FileBatchLog(BatchLog):
             for line in file:
                 entry = _parsed(line)
                 if entry is None:
-                    if offset + len(line) >= size_bytes:
+                    # The quotes in texts of an entry are escaped: a second head is an entry whose line end is damaged.
+                    if offset + len(line) >= size_bytes and _HEAD not in line[1:]:
                         return
                     raise self._damaged(offset, "a line that does not match its checksum", "an intact entry")
                 if last_step >= 0 and entry.step != last_step + 1:

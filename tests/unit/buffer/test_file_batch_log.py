@@ -112,6 +112,13 @@ def test_every_flipped_byte_is_noticed(log, path):
         assert entries == [_entry(1), _entry(2)], f"byte {offset}: only the last line may be dropped"
 
 
+def test_a_damaged_end_of_a_line_does_not_make_two_entries_a_torn_one(log, path):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1][:-1] + b"?" + lines[2])
+    with pytest.raises(IntegrityError, match="does not match its checksum"):
+        list(FileBatchLog(path).entries())
+
+
 def test_a_missing_line_is_noticed(log, path):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[2])
