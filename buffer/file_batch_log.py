@@ -117,7 +117,7 @@ class FileBatchLog(BatchLog):
             for line in file:
                 entry = _parsed(line)
                 if entry is None:
-                    # Quotes in texts of an entry are escaped: a second head is that of an entry after a damaged end.
+                    # Quotes in texts are escaped: a second head is that of an entry after a damaged line end.
                     if offset + len(line) >= size_bytes and _HEAD not in line[1:]:
                         return
                     raise self._damaged(offset, "a line that does not match its checksum", "an intact entry")
