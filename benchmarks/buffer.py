@@ -5,7 +5,8 @@
 
 W1: two producers put steps of 2048 GRPO samples, a reward worker reads two columns and writes one, a trainer takes
 whole rows in batches of 256. W3: the same with 100 000 rows of 200 bytes and no reward. Every role is a process;
-the first step is not measured. CPU is that of all processes; the clients' parts by sampling:
+the first step is not measured. CPU is that of all processes; the clients' parts by sampling on the wall clock, a
+sample weighing the CPU time since the one before:
 
     server   of it `scripts`: inside functions
     wire     packing commands, sending, receiving, parsing replies
@@ -22,7 +23,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ from rlmq.buffer.store import Claim, Table
 from rlmq.common.errors import IntegrityError
 
 _TIMEOUT_S = 60.0
-_SAMPLE_S = 0.001
+_SAMPLE_S = 0.002
 _LIVE_ROWS = 40_960  # of the memory figure: about 100 MB of payload
 _PARTS = {
     "codec": "encode",
@@ -78,7 +79,7 @@ class Used:
     """What one process used in the measured steps."""
 
     cpu_s: float = 0.0
-    parts: Counter[str] = field(default_factory=Counter)
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     user_bytes: int = 0
     wall_s: float = 0.0
 
@@ -143,8 +144,8 @@ def _line(load: Load, used: Sequence[Used], server_s: float, script_s: float, mo
     count = load.rows * (load.steps - 1)
     clients_s = sum(one.cpu_s for one in used)
     total_s = server_s + clients_s
-    samples = sum((one.parts for one in used), Counter[str]())
-    shares = {part: samples[part] / samples.total() if samples else 0.0 for part in _SHOWN}
+    sampled_s = {part: sum(one.parts[part] for one in used) for part in _SHOWN}
+    shares = {part: part_s / sum(sampled_s.values()) for part, part_s in sampled_s.items()}
     return {
         "load": f"{load.name}, {load.chunk}-row chunks",
         "CPU µs/sample": 1e6 * total_s / count,
@@ -288,26 +289,31 @@ class Steps:
     def __init__(self, work: Callable[[], None]) -> None:
         self.used = Used()
         self._work = work
-        signal.signal(signal.SIGPROF, self._sample)
+        self._sampled_s = 0.0
+        signal.signal(signal.SIGALRM, self._sample)
 
     def take(self, step: int) -> None:
         """One step; the first is not counted."""
         _barrier.wait(_TIMEOUT_S)
-        if step > 0:
-            signal.setitimer(signal.ITIMER_PROF, _SAMPLE_S, _SAMPLE_S)
         cpu_s, began = time.process_time(), time.monotonic()
+        if step > 0:
+            self._sampled_s = cpu_s
+            signal.setitimer(signal.ITIMER_REAL, _SAMPLE_S, _SAMPLE_S)
         self._work()
         if step > 0:
             self.used.cpu_s += time.process_time() - cpu_s
             self.used.wall_s += time.monotonic() - began
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         _barrier.wait(_TIMEOUT_S)
 
     def _sample(self, _: int, frame: FrameType | None) -> None:
+        before, self._sampled_s = self._sampled_s, time.process_time()
         while frame is not None:
             folder, name = os.path.split(frame.f_code.co_filename)
             if folder == _FOLDER:
-                self.used.parts[_PARTS.get(name.removesuffix(".py"), "Python")] += 1
-                return
+                part = _PARTS.get(name.removesuffix(".py"), "Python")
+                break
             frame = frame.f_back
-        self.used.parts["load"] += 1
+        else:
+            part = "load"
+        self.used.parts[part] += self._sampled_s - before

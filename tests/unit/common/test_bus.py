@@ -211,6 +211,7 @@ def test_a_subscriber_that_never_reads_costs_nobody_a_doorbell(run: RunFolder) -
     try:
         with controller(run) as bus, worker(run, heard):
             deaf.connect(run.doorbell_address)
+            wait_until(lambda: bool(heard))  # a beat: it has subscribed to its role before
 
             def reach(first: int) -> None:
                 """Ring a hundred times; the one that reads hears the last of them."""
