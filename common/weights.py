@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -11,12 +12,30 @@ if TYPE_CHECKING:
     import torch
 
 
+ITEM_BYTES: Mapping[str, int] = {
+    "F64": 8,
+    "F32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I64": 8,
+    "I32": 4,
+    "U8": 1,
+    "BOOL": 1,
+}
+"""Bytes of one element, by the name of its type."""
+
+
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor: name, shape, dtype name as in safetensors (`F32`, `BF16`, …)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
@@ -27,14 +46,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
-        sizes = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
-        total = 0
-        for spec in self.tensors:
-            count = 1
-            for dim in spec.shape:
-                count *= dim
-            total += count * sizes[spec.dtype]
-        return total
+        return sum(spec.bytes for spec in self.tensors)
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
