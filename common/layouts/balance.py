@@ -20,7 +20,7 @@ def shares(demands: Mapping[Holders, float]) -> dict[Holders, list[float]]:
     """
     loads: dict[int, float] = {}
     result = {holders: [0.0] * len(holders) for holders in demands}
-    shared = [holders for holders in sorted(demands, key=lambda one: (len(one), one))]
+    shared = sorted(demands, key=lambda one: (len(one), one))
     for sweep in range(_SWEEPS):
         moved = 0.0
         for holders in shared:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,7 +61,7 @@ def intervals(size: int, parts: int) -> list[Interval]:
     """`size` things in order over `parts`, as evenly as can be, the first ones with one more."""
     each, more = divmod(size, parts)
     starts = [index * each + min(index, more) for index in range(parts + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
 
 
 def fused(cuts: Sequence[Cut], sizes: Sequence[int]) -> Cut:

@@ -161,8 +161,8 @@ def _held_alike(source: Layout, target: Layout, name: str) -> Held:
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         raise UsageError(
             f"tensor {name}",
-            got=f"{found.dtype} {list(found.shape)} in the source, {wanted.dtype} {list(wanted.shape)} in the target",
-            expected="the same shape and type on both sides",
+            got=f"{found.dtype} {list(found.shape)} in the source",
+            expected=f"{wanted.dtype} {list(wanted.shape)} as in the target",
         )
     return source.held[own]
 
@@ -186,7 +186,7 @@ def _direct(wanted: Wanted) -> list[Move]:
 
 
 def _chained(wanted: Wanted) -> list[Move]:
-    """Holders send each piece once; the receivers pass it on, the busiest of them as the last, who sends nothing."""
+    """Holders send each piece once; the receivers pass it on, and the busiest of them, as the last, does not."""
     demands: dict[Holders, float] = defaultdict(float)
     for _, item, piece in wanted:
         demands[piece.holders] += item * piece.box.count

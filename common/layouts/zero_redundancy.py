@@ -3,7 +3,7 @@
 Training is `p-t-d`. Generation is `p_g-t_g-d_g-d`: each training replica becomes `d_g = p t / (p_g t_g)` micro data
 parallel replicas. Generation groups take ranks at intervals `t / t_g` and `p / p_g`; the ranks in between form a
 micro-DP group, which together holds the generation shard of each of its ranks (HybridFlow, arXiv 2409.19256, 5.3).
-With tp fastest and t = 4, t_g = 2, p = 1, the ranks of a replica are: generation TP [0 2] [1 3], micro-DP [0 1] [2 3].
+With t = 4, t_g = 2, p = 1 a replica's ranks form generation TP groups [0 2] [1 3] and micro-DP groups [0 1] [2 3].
 
 Three strategies, by what each rank receives of a model of M bytes (its Table 2)::
 
