@@ -36,7 +36,7 @@ class Move(NamedTuple):
     hop: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Moves in the one order that all ranks know; a box is moved on only after the move that brings it.
 

@@ -1,0 +1,270 @@
+"""Carrying a plan out: point to point, in rounds, checksummed, until a deadline.
+
+::
+
+    post(0)                                    two buffers each way; while one is on the wire
+    for i: post(i + 1), finish(i)              the other is packed or unpacked
+    agree                                      all members say what they found
+
+Every member goes through the same rounds in the same order, so the same code serves gloo and, with grouped calls,
+NCCL. A member that died is noticed at once (gloo), one that hangs at the deadline; the error names it, and not a
+member that waited for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from rlmq.common.dtypes import DTYPES
+from rlmq.common.errors import DeadlineExceeded, IntegrityError, RlmqError
+from rlmq.common.layouts.groups import reason
+from rlmq.common.layouts.plan import Plan
+from rlmq.common.layouts.rounds import Parcel, Round, buffer_bytes, rounds_of
+from rlmq.common.layouts.sealing import Words, is_whole, seal
+from rlmq.common.layouts.views import Views
+from rlmq.common.weights import TransferStats
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work
+
+BUCKET_BYTES = 64 << 20
+_TELL_S = 2.0  # after a failure: until the others have said for whom they waited
+
+
+class Exchange:
+    """One generation of a group of members that carries out plans.
+
+    Args:
+        group: all members; abandoned after a failure.
+        rank: of this process in the group.
+        members: the plan's rank of each member, by group rank.
+        bucket_bytes: memory for messages beside the shards themselves.
+        store: where members that fail tell for whom they wait; without it an error names only who was waited for.
+        names: what to call the members in errors.
+        device: where messages are packed: `cpu` for gloo, the GPU for NCCL.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        members: Sequence[int],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        store: dist.Store | None = None,
+        names: Sequence[str] = (),
+        device: str = "cpu",
+    ) -> None:
+        self._group = group
+        self._own = members[rank]
+        self._at = {member: at for at, member in enumerate(members)}
+        self._names = dict(zip(members, names or [f"rank {member}" for member in members], strict=True))
+        self._store = store
+        self._bucket_bytes = bucket_bytes
+        self._device = torch.device(device)
+        self._grouped = self._device.type != "cpu"
+
+    def run(
+        self,
+        plan: Plan,
+        views: Views,
+        *,
+        generation: str,
+        deadline: float,
+        progress: Callable[[], object] = lambda: None,
+    ) -> TransferStats:
+        """Send and receive this rank's part; returns when every member has all of its own, whole.
+
+        What the rank holds in both layouts is not touched.
+
+        Args:
+            plan: the same on every member.
+            views: this rank's tensors.
+            generation: names the exchange in errors.
+            deadline: on `time.monotonic()`'s clock.
+            progress: called after every round.
+
+        Raises:
+            DeadlineExceeded: a member died, or did not do its part in time; names it.
+            IntegrityError: bytes were damaged on the way to some member; raised on all of them.
+        """
+        started = time.monotonic()
+        subject = f"exchange {generation} on {self._names[self._own]}"
+        lane = _Lane(self, views, {n: DTYPES[spec.dtype] for n, spec in plan.target.tensors.items()})
+        damaged = -1
+        waited: list[_Pending] = []
+        try:
+            for posted in self._pipelined(lane, rounds_of(plan, self._own, self._bucket_bytes), waited):
+                lane.finish(posted, deadline)
+                progress()
+                if damaged < 0:
+                    damaged = lane.damaged
+            self._agree(damaged, subject, deadline, waited)
+        except RuntimeError as error:
+            if isinstance(error, RlmqError):
+                raise
+            raise self._lost(error, subject, waited) from error
+        return TransferStats(lane.sent_bytes, time.monotonic() - started)
+
+    def _pipelined(self, lane: _Lane, rounds: Sequence[Round], waited: list[_Pending]) -> Iterator[_Posted]:
+        """Rounds to finish, each with the next one posted before, unless that passes on what this one brings."""
+        for index, step in enumerate(rounds):
+            if not waited:
+                waited += lane.post(step, index)
+            now = waited[:]
+            following = rounds[index + 1] if index + 1 < len(rounds) else None
+            ahead: list[_Pending] = []
+            if following is not None and following.after < step.number:
+                ahead = lane.post(following, index + 1)
+                waited += ahead
+            yield _Posted(step, index, now)
+            waited[:] = ahead
+
+    def _agree(self, damaged: int, subject: str, deadline: float, waited: list[_Pending]) -> None:
+        """Every member learns what each found."""
+        found = torch.zeros(len(self._at), dtype=torch.int64, device=self._device)
+        found[self._at[self._own]] = damaged + 1
+        if len(self._at) > 1:
+            work = self._group.allreduce([found], dist.AllreduceOptions())
+            waited[:] = [_Pending(work, member, "to confirm") for member in self._at if member != self._own]
+            work.wait(_left(deadline))
+        bad = {name: int(found[self._at[m]]) - 1 for m, name in self._names.items() if int(found[self._at[m]])}
+        if bad:
+            got = ", ".join(f"damaged bytes in round {number} at {name}" for name, number in bad.items())
+            raise IntegrityError(subject, got=got, expected="the senders' checksums")
+
+    def _lost(self, error: RuntimeError, subject: str, waited: Sequence[_Pending]) -> DeadlineExceeded:
+        """Who is at fault: of those waited for, the ones that do not tell that they wait for others."""
+        open_ = [one for one in waited if not _done(one.work)] or list(waited)
+        culprits = {one.peer for one in open_}
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # it may have been at the member that died
+                culprits = self._follow(self._store, culprits)
+        told = ", ".join(self._names[member] for member in sorted(culprits)) or "the group"
+        what = next((one.what for one in open_), "to join")
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
+        return DeadlineExceeded(subject, got=reason(error), expected=f"{told} {what}", remedy=f"Look at {told}")
+
+    def _follow(self, store: dist.Store, culprits: set[int]) -> set[int]:
+        """From those waited for to those whom they wait for, and so on."""
+        store.set(f"waits/{self._own}", ",".join(str(member) for member in sorted(culprits)))
+        seen: set[int] = {self._own}
+        until = time.monotonic() + _TELL_S
+        while True:
+            telling = {m for m in culprits - seen if store.check([f"waits/{m}"])}
+            for member in telling:
+                others = {int(m) for m in store.get(f"waits/{member}").decode().split(",") if m} - seen
+                culprits = (culprits - {member}) | others if others else culprits
+            seen |= telling
+            if not telling and time.monotonic() > until:
+                return culprits
+            time.sleep(0.0 if telling else 0.05)
+
+
+@dataclass(slots=True)
+class _Pending:
+    work: Work
+    peer: int
+    what: str
+
+
+@dataclass(slots=True)
+class _Posted:
+    round: Round
+    index: int
+    works: list[_Pending]
+
+
+def _left(deadline: float) -> timedelta:
+    """At least 1 ms: torch takes zero for its own default of minutes."""
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
+
+
+def _done(work: Work) -> bool:
+    try:
+        return bool(work.is_completed()) and bool(work.is_success())
+    except RuntimeError:
+        return False
+
+
+class _Lane:
+    """The buffers of one run, and what is posted from them."""
+
+    def __init__(self, exchange: Exchange, views: Views, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._exchange = exchange
+        self._views = views
+        self._dtypes = dtypes
+        size = buffer_bytes(exchange._bucket_bytes) // 8
+        self._out = [torch.empty(size, dtype=torch.int64, device=exchange._device) for _ in range(2)]
+        self._in = [torch.empty(size, dtype=torch.int64, device=exchange._device) for _ in range(2)]
+        self.sent_bytes = 0
+        self.damaged = -1
+
+    def post(self, step: Round, index: int) -> list[_Pending]:
+        """Start a round: receives first, so that whoever is ahead finds them."""
+        group, at = self._exchange._group, self._exchange._at
+        works = []
+        if self._exchange._grouped:
+            group._start_coalescing(self._exchange._device)
+        for parcel, message in _messages(step.receives, self._in[index % 2]):
+            work = group.recv([message], at[parcel.peer], step.number)
+            works.append(_Pending(work, parcel.peer, f"to send in round {step.number}"))
+        for parcel, message in _messages(step.sends, self._out[index % 2]):
+            self._pack(parcel, message, step.number)
+            work = group.send([message], at[parcel.peer], step.number)
+            works.append(_Pending(work, parcel.peer, f"to receive in round {step.number}"))
+        if self._exchange._grouped:
+            every = group._end_coalescing(self._exchange._device)
+            works = [_Pending(every, one.peer, one.what) for one in works]
+        return works
+
+    def finish(self, posted: _Posted, deadline: float) -> None:
+        """Wait for a round, check what came and hand it over."""
+        for one in posted.works:
+            one.work.wait(_left(deadline))
+        for parcel, message in _messages(posted.round.receives, self._in[posted.index % 2]):
+            if not is_whole(_words(message), posted.round.number):
+                if self.damaged < 0:
+                    self.damaged = posted.round.number
+                continue
+            for (name, box, *_), offset, size in parcel.chunks:
+                content = message.view(torch.uint8)[offset : offset + size].view(self._dtypes[name])
+                self._views.write(name, box, content.view(box.shape))
+
+    def _pack(self, parcel: Parcel, message: torch.Tensor, number: int) -> None:
+        content = message.view(torch.uint8)
+        for move, offset, size in parcel.chunks:
+            view = (self._views.arrived if move.hop else self._views.held)(move.name, move.box)
+            room = content[offset : offset + size].view(self._dtypes[move.name]).view(move.box.shape)
+            room.copy_(view)
+            if size % 8:  # what lies behind it is part of the checksum
+                content[offset + size : offset + size + 8 - size % 8] = 0
+            self.sent_bytes += size
+        words = _words(message)
+        seal(words, number)
+        if self._exchange._grouped:
+            message.copy_(torch.from_numpy(words))
+
+
+def _words(message: torch.Tensor) -> Words:
+    words: Words = message.cpu().numpy()
+    return words
+
+
+def _messages(parcels: Mapping[int, Parcel], buffer: torch.Tensor) -> Iterator[tuple[Parcel, torch.Tensor]]:
+    """Each parcel with its place in the buffer."""
+    start = 0
+    for peer in sorted(parcels):
+        parcel = parcels[peer]
+        stop = start + parcel.bytes // 8
+        yield parcel, buffer[start:stop]
+        start = stop

@@ -1,0 +1,129 @@
+"""Where an exchange reads from and writes to on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from rlmq.common.errors import UsageError
+from rlmq.common.layouts.layout import Box, Layout
+from rlmq.common.layouts.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Views(Protocol):
+    """The tensors of one rank; a box is always inside one that the layout says the rank holds."""
+
+    def held(self, name: str, box: Box) -> torch.Tensor:
+        """What the rank holds in the source layout, to be sent."""
+
+    def arrived(self, name: str, box: Box) -> torch.Tensor:
+        """What came in this exchange, to be passed on."""
+
+    def write(self, name: str, box: Box, content: torch.Tensor) -> None:
+        """Take what came; the memory of `content` is used again."""
+
+
+class Shards:
+    """One rank's tensors, as a layout cuts them.
+
+    Args:
+        layout: what is where.
+        rank: whose.
+        tensors: for each name a tensor per box, in the layout's order.
+
+    Raises:
+        UsageError: other shapes than the layout's.
+    """
+
+    def __init__(self, layout: Layout, rank: int, tensors: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        self._parts: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        self._aliases = layout.aliases
+        for name, by_rank in layout.held.items():
+            boxes = by_rank.get(rank, ())
+            own = tensors.get(name, ())
+            shapes = [tuple(tensor.shape) for tensor in own]
+            if shapes != [box.shape for box in boxes]:
+                raise UsageError(
+                    f"shards of {name} on rank {rank}",
+                    got=f"shapes {shapes}",
+                    expected=f"{[box.shape for box in boxes]} as in the layout",
+                )
+            self._parts[name] = list(zip(boxes, own, strict=True))
+
+    def __getitem__(self, place: tuple[str, Box]) -> torch.Tensor:
+        """A view of a box that one shard contains."""
+        name, box = place
+        for own, tensor in self._parts[name if name in self._parts else self._aliases[name]]:
+            if own.intersection(box) == box:
+                return tensor[tuple(map(slice, _minus(box.start, own.start), _minus(box.stop, own.start)))]
+        raise UsageError(f"box {box.start}..{box.stop} of {name}", got="no shard that contains it")
+
+
+def _minus(one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
+    return [a - b for a, b in zip(one, other, strict=True)]
+
+
+class ShardViews:
+    """Views between two sets of shards, which may be the same memory."""
+
+    def __init__(self, source: Shards | None, target: Shards | None) -> None:
+        self._source = source
+        self._target = target
+
+    def held(self, name: str, box: Box) -> torch.Tensor:
+        """See `Views`."""
+        return _of(self._source, "source")[name, box]
+
+    def arrived(self, name: str, box: Box) -> torch.Tensor:
+        """See `Views`."""
+        return _of(self._target, "target")[name, box]
+
+    def write(self, name: str, box: Box, content: torch.Tensor) -> None:
+        """See `Views`."""
+        _of(self._target, "target")[name, box].copy_(content)
+
+    def keep(self, plan: Plan, rank: int) -> None:
+        """Copy what the rank holds in both layouts, where that is not the same memory."""
+        for name, box in plan.kept(rank):
+            old, new = _of(self._source, "source")[name, box], _of(self._target, "target")[name, box]
+            if old.data_ptr() != new.data_ptr():
+                new.copy_(old)
+
+
+def _of(shards: Shards | None, which: str) -> Shards:
+    if shards is None:
+        raise UsageError(f"{which} shards of this rank", got="none", expected="those that its layout names")
+    return shards
+
+
+def empty_shards(layout: Layout, rank: int) -> Shards:
+    """Fresh memory for what a rank holds."""
+    import torch
+
+    from rlmq.common.dtypes import DTYPES
+
+    return Shards(
+        layout,
+        rank,
+        {
+            name: [
+                torch.empty(box.shape, dtype=DTYPES[layout.tensors[name].dtype]) for box in by_rank.get(rank, ())
+            ]
+            for name, by_rank in layout.held.items()
+        },
+    )
+
+
+def cut_shards(layout: Layout, rank: int, whole: Iterable[tuple[str, torch.Tensor]]) -> Shards:
+    """What a rank holds of whole tensors, copied."""
+    tensors = dict(whole)
+    everything = Layout(layout.tensors, {n: {rank: (Box.whole(s.shape),)} for n, s in layout.tensors.items()})
+    views = Shards(everything, rank, {name: [tensors[name]] for name in layout.tensors})
+    return Shards(
+        layout,
+        rank,
+        {name: [views[name, box].clone() for box in by.get(rank, ())] for name, by in layout.held.items()},
+    )
