@@ -27,6 +27,19 @@ class Update(msgspec.Struct, frozen=True):
     denominators: tuple[float, ...]
 
 
+class LoggedLoss(msgspec.Struct, frozen=True):
+    """What another loss trained on in the same updates: rows of its own table, in training order.
+
+    Its sum has denominators of its own; the weight is that of its mean.
+    """
+
+    table: str
+    weight: float
+    rows: tuple[str, ...]
+    ranges: tuple[LoggedRange, ...]
+    updates: tuple[Update, ...]
+
+
 class BatchEntry(msgspec.Struct, frozen=True):
     """One training step as a pure function of its rows.
 
@@ -35,6 +48,7 @@ class BatchEntry(msgspec.Struct, frozen=True):
     step makes; `behaviour_versions` are the least and greatest version that generated its tokens. `state` is what
     the algorithm carries to the next step, `figures` what it tells of this one; `critic_updates` are the critic's.
     `prompts`: how many were admitted at first and by each refill, where others come for groups that were dropped.
+    `losses` are the other losses of the updates.
     """
 
     step: int
@@ -48,6 +62,7 @@ class BatchEntry(msgspec.Struct, frozen=True):
     figures: dict[str, float] = {}
     critic_updates: tuple[Update, ...] = ()
     prompts: tuple[int, ...] = ()
+    losses: tuple[LoggedLoss, ...] = ()
 
 
 class BatchLog(Protocol):

@@ -1,4 +1,4 @@
-"""The two sample tables of a run and their stages, made from its flow."""
+"""The sample tables of a run and their stages, made from its flows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlmq.common.flow import EVAL, TRAIN, FlowNode, sample_columns
 __all__ = ["EVAL", "TRAIN", "sample_tables"]
 
 
-def sample_tables(flow: Sequence[FlowNode], *, capacity_rows: int) -> tuple[Table, Table]:
-    """The `train` and the `eval` table.
+def sample_tables(flow: Sequence[FlowNode], *, capacity_rows: int) -> tuple[Table, ...]:
+    """The tables of a flow: `train` and `eval`, or that of another loss.
 
     Args:
         flow: nodes of the run; every one that claims rows of a table is a stage of it.
@@ -23,7 +23,7 @@ def sample_tables(flow: Sequence[FlowNode], *, capacity_rows: int) -> tuple[Tabl
         stages = tuple(_stage(node) for node in flow if name in node.tables and (node.needs or node.ended))
         return Table(name, columns, stages, capacity_rows)
 
-    return table(TRAIN), table(EVAL)
+    return tuple(table(name) for name in dict.fromkeys(name for node in flow for name in node.tables))
 
 
 def _stage(node: FlowNode) -> Stage:

@@ -8,7 +8,8 @@
                        -> critic    ->
     prompts -> rollout -> reward -> evaluation               table eval
 
-    prompts -> reference -> actor -> recorder                where the data bring the responses
+    prompts -> reference -> actor -> recorder                where the data bring the responses: table train,
+                                                             and one table for each item of `losses`
 
 No node is wired to another one: a row is ready for a node when the columns are there that the node needs.
 """
@@ -33,6 +34,7 @@ from rlmq.common.columns import (
 )
 
 if TYPE_CHECKING:
+    from rlmq.common.algorithms.algorithm import Algorithm
     from rlmq.common.recipe.schema import Recipe
 
 TRAIN = "train"
@@ -95,6 +97,26 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
         referee=referee,
     )
     return with_nodes(flow, recipe.nodes)
+
+
+def flows_of(recipe: Recipe) -> tuple[tuple[FlowNode, ...], ...]:
+    """The flow of the samples, and one for the table of each item of `losses`.
+
+    Raises:
+        UsageError: as `flow_of`.
+    """
+    from rlmq.common.algorithms import algorithm_of
+
+    referee = Handing(**recipe.stages.reference.model_dump())
+    return (
+        flow_of(recipe),
+        *(_loss_flow(table, algorithm_of(own), referee) for table, own in recipe.tables.items()),
+    )
+
+
+def _loss_flow(table: str, algorithm: Algorithm, referee: Handing) -> tuple[FlowNode, ...]:
+    flow = offline_flow(algorithm.needs, reference=algorithm.needs_reference, referee=referee)
+    return tuple(replace(node, tables=(table,)) for node in flow if node.name != "evaluation")
 
 
 def sample_flow(

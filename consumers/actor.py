@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,12 @@ import msgspec
 import numpy as np
 import torch
 
-from rlmq.buffer.batch_log import BatchEntry
+from rlmq.buffer.batch_log import BatchEntry, LoggedLoss, Update
 from rlmq.buffer.store import Claim, ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.engines.scoring import ScoringEngine, load_scorer, scorer_config
 from rlmq.common.engines.torch_trainer import TorchEngine
-from rlmq.common.engines.training import MicroBatch
+from rlmq.common.engines.training import LossFunction, LossTerms, MicroBatch, PolicyOutput
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, RlmqError
 from rlmq.common.gloo import GlooTransport
 from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
@@ -25,8 +27,8 @@ from rlmq.common.models import load_model
 from rlmq.common.weights import Rendezvous, WeightManifest
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
-from rlmq.consumers.batch import Batch, batch_columns, plan_step, read_batch
-from rlmq.consumers.trainer import Found, Trainer
+from rlmq.consumers.batch import Batch, batch_columns, plan_loss, plan_step, read_batch
+from rlmq.consumers.trainer import Found, Trainer, Work
 
 
 class ActorRole(Trainer[TorchEngine]):
@@ -112,12 +114,30 @@ class ActorRole(Trainer[TorchEngine]):
         updates = self._for_this_mesh(entry.updates, step)
         micro_batches = self._micro_batches(batch, batch.ragged(), updates)
         self._add_old_logprobs(micro_batches)
-        loss = partial(self._algorithm.loss, state=entry.state)
-        figures = self._update_all(updates, micro_batches, lambda micro: self._engine.accumulate(micro, loss))
+        learn = partial(self._engine.accumulate, loss=partial(self._algorithm.loss, state=entry.state))
+        work: list[list[Work]] = [[partial(learn, micro) for micro in share] for share in micro_batches]
+        for loss in entry.losses:
+            for place, more in enumerate(self._work_of(loss, batch.losses[loss.table], updates, step)):
+                work[place] += more
+        figures = self._update_all(updates, work, entry.losses)
         self._trained = step
         POLICY_VERSION.set(step)
         self._metrics = {**figures, **_described(entry, batch), "train_s": round(time.monotonic() - began, 4)}
         return True
+
+    def _work_of(self, loss: LoggedLoss, batch: Batch, updates: Sequence[Update], step: int) -> list[list[Work]]:
+        """The micro-batches of another loss in each update.
+
+        The optimizer's step divides all sums by the denominators of the first loss, so this one's sums are scaled
+        to `weight · sum / own denominators`.
+        """
+        function, own = self._algorithms[loss.table].loss, self._for_this_mesh(loss.updates, step)
+        found: list[list[Work]] = []
+        for update, first, share in zip(own, updates, self._micro_batches(batch, batch.ragged(), own), strict=True):
+            scale = loss.weight * math.prod(first.denominators) / math.prod(update.denominators)
+            scaled = scaled_loss(partial(function, state={}), loss.table, scale)
+            found.append([partial(self._engine.accumulate, micro, scaled) for micro in share])
+        return found
 
     def _found(self, step: int, *, redo: bool, update: bool = True) -> Found | None:
         """What the log has of the step, or a new batch."""
@@ -135,20 +155,14 @@ class ActorRole(Trainer[TorchEngine]):
 
     def _form(self, step: int, *, update: bool) -> Found | None:
         """Claim every live row, compute advantages, log the step, and end the rows as trained."""
-        claim = self._claim_all(step)
-        if claim is None:
+        claims = self._claim_tables(step)
+        if claims is None:
             return None
-        batch = read_batch(claim.rows, self._algorithm, self._log.state_before(step))
-        entry = plan_step(
-            batch,
-            claim.ranges,
-            step=step,
-            recipe=self._recipe,
-            algorithm=self._algorithm,
-            world_size=self._mesh.size,
-            update=update,
-        )
-        entry = msgspec.structs.replace(entry, prompts=self._prompts)
+        claim, state = claims[TRAIN], self._log.state_before(step)
+        batch = read_batch(claim.rows, self._algorithm, state)
+        others = {t: read_batch(one.rows, self._algorithms[t], {}) for t, one in claims.items() if t != TRAIN}
+        batch = replace(batch, losses=others)
+        entry = self._planned(step, batch, claims, update=update)
         try:  # before the log, since a redo of the step does not write them
             self._store.write(claim, batch.actor_columns())
         except Fenced as error:
@@ -157,7 +171,8 @@ class ActorRole(Trainer[TorchEngine]):
         with self._saved.waiting():
             self._log.append(entry)
         try:
-            self._store.finish(claim, "trained", step=step)
+            for one in claims.values():
+                self._store.finish(one, "trained", step=step)
         except Fenced as error:  # the lease ran out, but the log has the step: what it says counts
             self._context.log.warning("actor.lease_lost", step=step, error=str(error))
             if self._log.held(entry):
@@ -165,32 +180,67 @@ class ActorRole(Trainer[TorchEngine]):
         self._store.set_version(TRAIN, entry.policy_version)
         return entry, batch
 
-    def _claim_all(self, step: int) -> Claim | None:
-        """All live rows at once; None when the server was started again since the last look.
+    def _planned(self, step: int, batch: Batch, claims: Mapping[str, Claim], *, update: bool) -> BatchEntry:
+        entry = plan_step(
+            batch,
+            claims[TRAIN].ranges,
+            step=step,
+            recipe=self._recipe,
+            algorithm=self._algorithm,
+            world_size=self._mesh.size,
+            update=update,
+        )
+        losses = [
+            plan_loss(
+                block,
+                self._recipe.tables[block.name],
+                self._algorithms[block.name],
+                batch.losses[block.name],
+                claims[block.name].ranges,
+                entry,
+            )
+            for block in self._recipe.losses
+        ]
+        return msgspec.structs.replace(entry, prompts=self._prompts, losses=tuple(losses))
+
+    def _claim_tables(self, step: int) -> dict[str, Claim] | None:
+        """The step's rows of each table; see `_claim_all`."""
+        claims: dict[str, Claim] = {}
+        for table in self._algorithms:
+            claim = self._claim_all(table, step)
+            if claim is None:
+                for earlier in claims.values():
+                    self._store.release(earlier)
+                return None
+            claims[table] = claim
+        return claims
+
+    def _claim_all(self, table: str, step: int) -> Claim | None:
+        """All live rows of a table at once; None when the server was started again since the last look.
 
         Rows that a killed actor had claimed come back when its lease expires.
         """
         seen: TableCounts | None = None
-        columns = batch_columns(self._algorithm)
+        columns = batch_columns(self._algorithms[table])
         moved_at = time.monotonic()
         while time.monotonic() - moved_at < self._recipe.deadlines.step_s:
             self._store.expire()
-            counts = self._store.counts(TRAIN)
+            counts = self._store.counts(table)
             if counts != seen:  # rows move on
                 seen, moved_at = counts, time.monotonic()
             rows, claim = counts.live, None
             if rows and counts.ready.get("actor", 0) == rows:
-                claim = self._store.claim(TRAIN, "actor", max_rows=rows, min_rows=rows, columns=columns)
+                claim = self._store.claim(table, "actor", max_rows=rows, min_rows=rows, columns=columns)
             if self._log.server_is_another():
                 self._make_good(claim)
                 return None
             if claim is not None:
                 return claim
             raise_if_stopping(self._context)
-            self._context.waits(f"{rows} rows of stage actor in table {TRAIN}")
-            self._store.wait([Interest(TRAIN, "actor", rows=rows)] if rows else [], timeout_s=1.0)
+            self._context.waits(f"{rows} rows of stage actor in table {table}")
+            self._store.wait([Interest(table, "actor", rows=rows)] if rows else [], timeout_s=1.0)
         raise DeadlineExceeded(
-            f"batch of step {step}",
+            f"batch of step {step} in table {table}",
             got=f"{counts.ready.get('actor', 0)} of {counts.live} rows ready; leased: {dict(counts.leased)}",
             expected="all of them",
         )
@@ -249,12 +299,24 @@ class ActorRole(Trainer[TorchEngine]):
         return {"bytes": stats.bytes, "seconds": round(stats.seconds, 4)}
 
 
+def scaled_loss(loss: LossFunction, table: str, scale: float) -> LossFunction:
+    """The loss of a table's rows as a part of an update: its sum times `scale`, its figures as `TABLE/NAME`."""
+
+    def of(output: PolicyOutput, batch: MicroBatch) -> LossTerms:
+        terms = loss(output, batch)
+        sums = {f"{table}/{name}": value for name, value in terms.metric_sums.items()}
+        return LossTerms(terms.loss_sum * scale, sums)
+
+    return of
+
+
 def _described(entry: BatchEntry, batch: Batch) -> dict[str, Any]:
     """Figures of the rows of a step."""
     lengths = np.array([len(response) for response in batch.responses])
     return {
         **entry.figures,
         **(_generated(entry, batch) if batch.versions else {}),
+        **{f"{table}_samples": len(other.ids) for table, other in batch.losses.items()},
         "samples": len(batch.ids),
         "groups": len(set(batch.groups)),
         "trained_tokens": int(batch.counted.sum()),

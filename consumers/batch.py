@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rlmq.buffer.batch_log import BatchEntry, LoggedRange, Update
+from rlmq.buffer.batch_log import BatchEntry, LoggedLoss, LoggedRange, Update
 from rlmq.buffer.store import RowRange
 from rlmq.common.algorithms.algorithm import Algorithm, Estimates, Floats, ScoredBatch
 from rlmq.common.columns import actor_columns, arrow_schema, returns_column
 from rlmq.common.engines.micro_batches import plan_micro_batches
+from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.schema import Recipe, TrainBlock
 
 _OF_EVERY_ROW = ("sample_id", "group_id", "prompt_ids", "response_ids", "loss_mask", "truncated")
@@ -28,7 +29,7 @@ class Batch:
 
     `order[i]` is the claimed index of row i. Ragged lists have one entry per response token; `columns` are those
     that the algorithm needs beside the others. Rows whose responses the data brought have neither
-    `rollout_logprobs` nor versions, and no reward (NaN).
+    `rollout_logprobs` nor versions, and no reward (NaN). `losses`: the rows of the other losses, by table.
     """
 
     order: NDArray[np.int64]
@@ -43,6 +44,7 @@ class Batch:
     truncated: NDArray[np.bool_]
     rewards: Floats
     estimates: Estimates
+    losses: Mapping[str, Batch] = field(default_factory=dict)
 
     @property
     def counted(self) -> NDArray[np.int64]:
@@ -121,7 +123,7 @@ def plan_step(
         step=step,
         policy_version=step,
         rows=tuple(batch.ids),
-        ranges=tuple(LoggedRange(r.chunk, r.first, r.count, r.use) for r in ranges),
+        ranges=_logged(ranges),
         updates=tuple(_updates(batch, step, recipe, algorithm, world_size)) if update else (),
         behaviour_versions=(min(flat_versions), max(flat_versions)),
         seed=recipe.run.seed,
@@ -129,6 +131,23 @@ def plan_step(
         figures=dict(batch.estimates.metrics),
         critic_updates=tuple(_critic_updates(batch, step, recipe)) if algorithm.critics else (),
     )
+
+
+def plan_loss(
+    block: LossBlock, own: Recipe, algorithm: Algorithm, batch: Batch, ranges: Sequence[RowRange], entry: BatchEntry
+) -> LoggedLoss:
+    """What another loss adds to each update of the entry: its rows are cut into as many parts.
+
+    `own` is the recipe that would train on its table alone.
+    """
+    world_size = len(entry.updates[0].micro_batches) if entry.updates else 0
+    parts = len(entry.updates) // own.train.epochs
+    updates = _updates(batch, entry.step, own, algorithm, world_size, parts=parts) if parts else []
+    return LoggedLoss(block.name, block.weight, tuple(batch.ids), _logged(ranges), tuple(updates))
+
+
+def _logged(ranges: Sequence[RowRange]) -> tuple[LoggedRange, ...]:
+    return tuple(LoggedRange(r.chunk, r.first, r.count, r.use) for r in ranges)
 
 
 def dealt(updates: tuple[Update, ...], world_size: int) -> tuple[Update, ...]:
@@ -143,14 +162,16 @@ def dealt(updates: tuple[Update, ...], world_size: int) -> tuple[Update, ...]:
     return tuple(found)
 
 
-def _updates(batch: Batch, step: int, recipe: Recipe, algorithm: Algorithm, world_size: int) -> list[Update]:
+def _updates(
+    batch: Batch, step: int, recipe: Recipe, algorithm: Algorithm, world_size: int, *, parts: int | None = None
+) -> list[Update]:
     units = _units(batch, recipe.algorithm.group_size if algorithm.whole_groups else 1)
     counted = batch.counted
 
     def denominators(rows: Sequence[int]) -> tuple[float, ...]:
         return algorithm.denominators([int(counted[i]) for i in rows])
 
-    return _planned(batch, step, recipe, recipe.train, units, denominators, world_size)
+    return _planned(batch, step, recipe, recipe.train, units, denominators, world_size, parts=parts)
 
 
 def _critic_updates(batch: Batch, step: int, recipe: Recipe) -> list[Update]:
@@ -179,12 +200,15 @@ def _planned(
     units: Sequence[tuple[int, ...]],
     denominators: Callable[[Sequence[int]], tuple[float, ...]],
     world_size: int,
+    *,
+    parts: int | None = None,
 ) -> list[Update]:
-    """Passes times mini-batches of units of rows."""
+    """Passes times mini-batches of units of rows; `parts`: just so many mini-batches, even if some have no row."""
     lengths = [(len(p), len(r)) for p, r in zip(batch.prompts, batch.responses, strict=True)]
     found = []
     for epoch in range(train.epochs):
-        for chosen in _mini_batches(len(units), train.mini_batches, seed=(recipe.run.seed, step, epoch)):
+        count = parts or max(1, min(train.mini_batches, len(units)))
+        for chosen in _mini_batches(len(units), count, seed=(recipe.run.seed, step, epoch)):
             together = [units[i] for i in chosen]
             plan = plan_micro_batches(lengths, train.micro_batch_tokens, world_size, together)
             found.append(Update(plan, denominators([row for unit in together for row in unit])))
@@ -201,9 +225,8 @@ def _units(batch: Batch, group_size: int) -> list[tuple[int, ...]]:
     return [tuple(rows) for rows in members.values() if len(rows) == group_size]
 
 
-def _mini_batches(units: int, most: int, *, seed: tuple[int, int, int]) -> list[list[int]]:
+def _mini_batches(units: int, count: int, *, seed: tuple[int, int, int]) -> list[list[int]]:
     """Cut a pass into mini-batches of nearly equal size, in a seeded order when there are several."""
-    count = max(1, min(most, units))
     order = np.arange(units)
     if count > 1:
         order = np.random.default_rng(seed).permutation(units)

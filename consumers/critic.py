@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +180,9 @@ class CriticRole(Trainer[ValueEngine]):
         for head in self._algorithm.critics:
             columns[f"old_{head}"], columns[f"returns_{head}"] = batch.columns[head], batch.estimates.returns[head]
         updates = self._for_this_mesh(entry.critic_updates, step)
-        figures = self._update_all(
-            updates,
-            self._micro_batches(batch, columns, updates),
-            lambda micro: self._engine.accumulate_values(micro, self._algorithm.value_loss),
-        )
+        learn = partial(self._engine.accumulate_values, loss=self._algorithm.value_loss)
+        shares = self._micro_batches(batch, columns, updates)
+        figures = self._update_all(updates, [[partial(learn, micro) for micro in share] for share in shares])
         self._trained = step
         told = {_TOLD.get(name, name): value for name, value in figures.items()}
         self._metrics = {**told, **_described(batch), "critic_train_s": round(time.monotonic() - began, 4)}

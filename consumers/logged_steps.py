@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from rlmq.buffer.batch_log import BatchEntry
+from rlmq.buffer.batch_log import BatchEntry, Update
 from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.store import ExperienceStore, RowRange
 from rlmq.buffer.tables import TRAIN
@@ -60,7 +60,8 @@ class LoggedSteps:
 
     def rows(self, after: int, to: int) -> tuple[str, ...]:
         """Ids of the rows of the steps after `after`, up to `to`."""
-        return tuple(row for entry in self._log.entries(after) if entry.step <= to for row in entry.rows)
+        entries = [entry for entry in self._log.entries(after) if entry.step <= to]
+        return tuple(row for entry in entries for rows, _ in _trained_on(entry) for row in rows)
 
     def append(self, entry: BatchEntry) -> None:
         """Log a step; nothing of it may happen before this returns.
@@ -69,7 +70,7 @@ class LoggedSteps:
             IntegrityError: its rows were made again and are others, though that must not be.
         """
         before = self._taken_back.pop(entry.step, entry)
-        if self._exact and (before.rows, before.updates) != (entry.rows, entry.updates):
+        if self._exact and _trained_on(before) != _trained_on(entry):
             raise IntegrityError(
                 f"step {entry.step}, whose rows were made again because the server had lost them",
                 got="other samples or lengths than before",
@@ -88,7 +89,8 @@ class LoggedSteps:
 
     def tell(self, entry: BatchEntry) -> None:
         """The server shall know that these rows are trained on, whoever holds them. Idempotent."""
-        self._store.finish_logged(TRAIN, _STAGE, ranges_of(entry), step=entry.step)
+        for table, ranges in tables_of(entry):
+            self._store.finish_logged(table, _STAGE, ranges, step=entry.step)
         self._store.set_version(TRAIN, entry.policy_version)
 
     def tell_durable(self, step: int) -> None:
@@ -128,6 +130,12 @@ class LoggedSteps:
         return known != self._server
 
 
-def ranges_of(entry: BatchEntry) -> list[RowRange]:
-    """Where the store holds the rows of an entry."""
-    return [RowRange(r.chunk, r.first, r.count, use=r.use) for r in entry.ranges]
+def tables_of(entry: BatchEntry) -> list[tuple[str, list[RowRange]]]:
+    """The tables that an entry trained on, `train` first, and where they hold its rows."""
+    parts = [(TRAIN, entry.ranges), *((loss.table, loss.ranges) for loss in entry.losses)]
+    return [(table, [RowRange(r.chunk, r.first, r.count, use=r.use) for r in ranges]) for table, ranges in parts]
+
+
+def _trained_on(entry: BatchEntry) -> list[tuple[tuple[str, ...], tuple[Update, ...]]]:
+    """Rows and updates of each table, `train` first."""
+    return [(entry.rows, entry.updates), *((loss.rows, loss.updates) for loss in entry.losses)]

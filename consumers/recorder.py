@@ -19,7 +19,7 @@ from rlmq.buffer.store import Claim, ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import arrow_schema
 from rlmq.common.errors import DeadlineExceeded, DependencyError, Fenced
-from rlmq.common.flow import flow_of, sample_columns
+from rlmq.common.flow import flows_of, sample_columns
 from rlmq.common.metrics import ROWS_ACKED
 from rlmq.common.worker import CallHandler, Role, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
@@ -38,7 +38,11 @@ class RecorderRole(Role):
         self._context = context
         self._store = store
         recipe = context.recipe
-        self._schema = arrow_schema(sample_columns(flow_of(recipe)))
+        flow, *others = flows_of(recipe)
+        self._schema = arrow_schema(sample_columns(flow))
+        self._columns = {TRAIN: self._schema.names}
+        for other in others:
+            self._columns[other[0].tables[0]] = [column.name for column in sample_columns(other)]
         self._folder = context.run.samples
 
     def handlers(self) -> Mapping[str, CallHandler]:
@@ -52,22 +56,27 @@ class RecorderRole(Role):
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until a row ended."""
         self._context.waits(f"rows of stage {_RECORDER} in table {TRAIN}")
-        self._store.wait([Interest(TRAIN, _RECORDER)], timeout_s=timeout_s, wake_fd=wake_fd)
+        interests = [Interest(table, _RECORDER) for table in self._columns]
+        self._store.wait(interests, timeout_s=timeout_s, wake_fd=wake_fd)
 
     def close(self) -> None:
         """Nothing is held between claims."""
 
     def _record(self) -> int:
-        claim = self._store.claim(TRAIN, _RECORDER, max_rows=_MAX_ROWS, columns=self._schema.names)
+        """Write one claim of each table; how many rows there were."""
+        return sum(self._record_of(table) for table in self._columns)
+
+    def _record_of(self, table: str) -> int:
+        claim = self._store.claim(table, _RECORDER, max_rows=_MAX_ROWS, columns=self._columns[table])
         if claim is None:
             return 0
         for step, rows in _by_step(pa.Table.from_batches([claim.rows])):
-            write_part(self._folder, TRAIN, step, rows)
+            write_part(self._folder, table, step, rows)
         try:
             self._store.ack(claim)
         except Fenced as error:  # written twice then; readers de-duplicate by sample_id
             self._context.log.warning("recorder.lease_lost", error=str(error))
-        ROWS_ACKED.labels(TRAIN, _RECORDER).inc(claim.count)
+        ROWS_ACKED.labels(table, _RECORDER).inc(claim.count)
         self._context.progress()
         return claim.count
 

@@ -7,6 +7,7 @@ redoes the entries after it. The payload of a step stays until every trainer of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from rlmq.buffer.batch_log import BatchEntry, Update
+from rlmq.buffer.batch_log import BatchEntry, LoggedLoss, Update
 from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.store import ExperienceStore
 from rlmq.buffer.tables import TRAIN
@@ -31,7 +32,7 @@ from rlmq.common.worker import WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.consumers.batch import Batch, batch_columns, dealt, read_batch
 from rlmq.consumers.file_checkpoints import FileCheckpoints
-from rlmq.consumers.logged_steps import LoggedSteps, ranges_of
+from rlmq.consumers.logged_steps import LoggedSteps, tables_of
 from rlmq.consumers.mesh import meet
 from rlmq.consumers.saved_steps import SavedSteps
 
@@ -40,7 +41,8 @@ _NO_FIGURES = {"tokens", "rows"}
 
 Engine = TypeVar("Engine", bound=TorchEngine)
 Found = tuple[BatchEntry, Batch]
-Accumulate = Callable[[MicroBatch], Mapping[str, float]]
+Work = Callable[[], Mapping[str, float]]
+"""Forward and backward of one micro-batch: its metric sums, those of another loss with `TABLE/` before them."""
 
 
 class Trainer(Generic[Engine]):
@@ -58,6 +60,7 @@ class Trainer(Generic[Engine]):
         recipe = context.recipe
         self._recipe = recipe
         self._algorithm = algorithm_of(recipe, context.recipe_folder)
+        self._algorithms = {TRAIN: self._algorithm} | {t: algorithm_of(own) for t, own in recipe.tables.items()}
         self._checkpoints = FileCheckpoints(checkpoints)
         self._model_folder = resolve_model(model, context.recipe_folder)
         self._pad_id = pad_id(load_tokenizer(self._model_folder))
@@ -148,17 +151,24 @@ class Trainer(Generic[Engine]):
 
     def _read(self, entry: BatchEntry) -> Batch:
         """The rows of a logged step; their payload is held until checkpoints cover them."""
-        rows = self._store.read(TRAIN, ranges_of(entry), batch_columns(self._algorithm))
-        whole = not any(column.null_count for column in rows.columns)
-        batch = read_batch(rows, self._algorithm, self._log.state_before(entry.step)) if whole else None
-        if batch is None or tuple(batch.ids) != entry.rows:
-            raise IntegrityError(
-                f"rows of step {entry.step}",
-                got=f"{rows.num_rows} rows that are not those of the batch log",
-                expected=f"the {len(entry.rows)} logged ones",
-                remedy="Restore the run's Redis data, or start anew with --fresh",
-            )
-        return batch
+        state = self._log.state_before(entry.step)
+        logged = [entry.rows, *(loss.rows for loss in entry.losses)]
+        found: dict[str, Batch] = {}
+        for (table, ranges), ids in zip(tables_of(entry), logged, strict=True):
+            algorithm = self._algorithms[table]
+            rows = self._store.read(table, ranges, batch_columns(algorithm))
+            whole = not any(column.null_count for column in rows.columns)
+            batch = read_batch(rows, algorithm, state if table == TRAIN else {}) if whole else None
+            if batch is None or tuple(batch.ids) != ids:
+                raise IntegrityError(
+                    f"rows of step {entry.step} in table {table}",
+                    got=f"{rows.num_rows} rows that are not those of the batch log",
+                    expected=f"the {len(ids)} logged ones",
+                    remedy="Restore the run's Redis data, or start anew with --fresh",
+                )
+            found[table] = batch
+        own = found.pop(TRAIN)
+        return replace(own, losses=found)
 
     def _micro_batches(
         self, batch: Batch, columns: Mapping[str, Sequence[Any]], updates: Sequence[Update]
@@ -177,28 +187,28 @@ class Trainer(Generic[Engine]):
         return [[rectangle(rows) for rows in update.micro_batches[self._context.rank]] for update in updates]
 
     def _update_all(
-        self, updates: Sequence[Update], micro_batches: Sequence[Sequence[MicroBatch]], accumulate: Accumulate
+        self, updates: Sequence[Update], work: Sequence[Sequence[Work]], losses: Sequence[LoggedLoss] = ()
     ) -> dict[str, float]:
         """All optimizer steps of a step; figures are means over them, and over all ranks."""
         parts: list[dict[str, float]] = []
         stats: list[StepStats] = []
-        for update, share in zip(updates, micro_batches, strict=True):
+        for number, (update, share) in enumerate(zip(updates, work, strict=True)):
             sums = []
-            for micro in share:
+            for accumulate in share:
                 raise_if_stopping(self._context)
-                sums.append(accumulate(micro))
+                sums.append(accumulate())
                 self._context.progress()
             self._saved.before_change()
             self._whole = False
             stats.append(self._engine.step(update.denominators))
             everyone = self._mesh.gather(msgspec.msgpack.encode(merge_sums(sums)))
             total = merge_sums(msgspec.msgpack.decode(part, type=dict[str, float]) for part in everyone)
-            parts.append(metric_means(total, update.denominators))
+            parts.append(_figures(total, update, {one.table: one.updates[number] for one in losses}))
         self._whole = True
         if not parts:
             return {}
         return {
-            **{name: float(np.mean([part[name] for part in parts])) for name in parts[0].keys() - _NO_FIGURES},
+            **{name: float(np.mean([part[name] for part in parts])) for name in parts[0]},
             "grad_norm": float(np.mean([one.grad_norm for one in stats])),
             "lr": stats[-1].lr,
         }
@@ -258,3 +268,14 @@ class Trainer(Generic[Engine]):
         folders = [run.checkpoints, run.critic_checkpoints] if self._algorithm.critics else [run.checkpoints]
         newest = [max(FileCheckpoints(folder).steps(), default=0) for folder in folders]
         self._store.advance(min(self._saved.durable, *newest))
+
+
+def _figures(total: Mapping[str, float], update: Update, losses: Mapping[str, Update]) -> dict[str, float]:
+    """Means of one update's sums; those of another loss are called `TABLE_NAME`."""
+    own = metric_means({name: value for name, value in total.items() if "/" not in name}, update.denominators)
+    found = {name: value for name, value in own.items() if name not in _NO_FIGURES}
+    for table, other in losses.items():
+        sums = {name.removeprefix(f"{table}/"): v for name, v in total.items() if name.startswith(f"{table}/")}
+        means = metric_means(sums, other.denominators)
+        found |= {f"{table}_{name}": value for name, value in means.items() if name not in _NO_FIGURES}
+    return found

@@ -45,6 +45,15 @@ class PromptSets:
     evaluation: Mapping[str, PreparedPrompts]
 
 
+@dataclass(frozen=True, slots=True)
+class LossRows:
+    """The rows of another loss: where they come from, which of them a step gets."""
+
+    recipe: Recipe
+    rows: PreparedPrompts
+    order: PromptOrder
+
+
 class PromptsRole:
     """Tokenises the data once, then puts the rows of a step whenever it is called.
 
@@ -58,8 +67,15 @@ class PromptsRole:
         self._store = store
         self._progress = context.progress
         self._waits = context.waits
-        self._prompts = load_prompts(context)
+        self._prompts = load_prompts(recipe, context)
         self._order = self._make_order()
+        self._losses = {table: self._loss_rows(own, context) for table, own in recipe.tables.items()}
+
+    @staticmethod
+    def _loss_rows(recipe: Recipe, context: WorkerContext) -> LossRows:
+        rows = load_prompts(recipe, context).train
+        per_step, shuffle = recipe.data.prompts_per_step, recipe.data.shuffle
+        return LossRows(recipe, rows, PromptOrder(len(rows.prompts), per_step, recipe.run.seed, shuffle=shuffle))
 
     def _make_order(self) -> PromptOrder | MixedOrder:
         recipe, data = self._recipe, self._recipe.data
@@ -101,19 +117,17 @@ class PromptsRole:
         """Put rows of a step: each prompt `group_size` times, and once greedily where the algorithm asks for it.
 
         The prompts are the step's, or `count` from place `first` of the order on, after `after` others of the step.
+        With the step's first ones come the rows of the other losses.
         """
         step, per_step = int(args["step"]), self._recipe.data.prompts_per_step
         first, count = int(args.get("first", (step - 1) * per_step)), int(args.get("count", per_step))
         prompts = [self._prompts.train.prompts[i] for i in self._order.prompts_at(first, count)]
-        greedy = algorithm_of(self._recipe).greedy_baseline
-        samples = self._put(
-            "train",
-            step,
-            prompts,
-            self._recipe.algorithm.group_size,
-            greedy=greedy,
-            after=int(args.get("after", 0)),
-        )
+        greedy, after = algorithm_of(self._recipe).greedy_baseline, int(args.get("after", 0))
+        for table, loss in self._losses.items() if after == 0 else ():
+            of_data = [loss.rows.prompts[i] for i in loss.order.step_prompts(step)]
+            self._put(table, step, of_data, loss.recipe.algorithm.group_size)
+        size = self._recipe.algorithm.group_size
+        samples = self._put("train", step, prompts, size, greedy=greedy, after=after)
         return {"samples": samples, "prompts": len(prompts), "greedy": len(prompts) * greedy}
 
     def missing(self, _args: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,13 +181,13 @@ class PromptsRole:
         return len(prompts) * group_size
 
 
-def load_prompts(context: WorkerContext) -> PromptSets:
-    """Read and tokenise all data sets of the recipe.
+def load_prompts(recipe: Recipe, context: WorkerContext) -> PromptSets:
+    """Read and tokenise all data sets of the recipe, which is the worker's or one of its losses'.
 
     Raises:
         UsageError: model, data or a prompt is not as it should be.
     """
-    recipe, folder = context.recipe, context.recipe_folder
+    folder = context.recipe_folder
     model = resolve_model(recipe.model, folder)
     tokenizer = load_tokenizer(model)
     policy = LengthPolicy(

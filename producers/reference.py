@@ -8,12 +8,12 @@ import pyarrow as pa
 import torch
 
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
-from rlmq.buffer.tables import TRAIN
 from rlmq.common.columns import REFERENCE_COLUMNS, arrow_schema
 from rlmq.common.determinism import require_same_environment
 from rlmq.common.engines.micro_batches import build_micro_batch, plan_micro_batches
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.errors import Fenced, Terminated
+from rlmq.common.flow import flows_of
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WRITTEN
 from rlmq.common.models import load_model, load_tokenizer, pad_id, resolve_model
 from rlmq.common.recipe.load import recipe_hash
@@ -40,6 +40,8 @@ class ReferenceRole(Role):
         self._engine = TorchEngine(model, recipe.train, temperature=recipe.rollout.temperature)
         group, chunk = recipe.algorithm.group_size, recipe.rollout.batch_size_per_device
         self._max_rows = -(-max(chunk, recipe.stages.reference.min_batch) // group) * group
+        nodes = [node for flow in flows_of(recipe) for node in flow if node.name == _STAGE]
+        self._tables = [table for node in nodes for table in node.tables]
         self._facts = Facts(tag=f"config {recipe_hash(recipe)}")
 
     def handlers(self) -> Mapping[str, CallHandler]:
@@ -48,7 +50,10 @@ class ReferenceRole(Role):
 
     def work(self) -> bool:
         """Score one claim; False when no row is ready."""
-        claim = self._store.claim(TRAIN, _STAGE, max_rows=self._max_rows, columns=("prompt_ids", "response_ids"))
+        return any(self._work_on(table) for table in self._tables)
+
+    def _work_on(self, table: str) -> bool:
+        claim = self._store.claim(table, _STAGE, max_rows=self._max_rows, columns=("prompt_ids", "response_ids"))
         if claim is None:
             return False
         self._context.activity("scoring")
@@ -62,16 +67,17 @@ class ReferenceRole(Role):
         except Terminated:
             self._store.release(claim)
             raise
-        ROWS_WRITTEN.labels(TRAIN, _STAGE).inc(claim.count)
-        ROWS_ACKED.labels(TRAIN, _STAGE).inc(claim.count)
+        ROWS_WRITTEN.labels(table, _STAGE).inc(claim.count)
+        ROWS_ACKED.labels(table, _STAGE).inc(claim.count)
         self._context.progress()
         self._context.log.info("reference.scored", rows=claim.count)
         return True
 
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until a row may be ready."""
-        self._context.waits(f"rows of stage {_STAGE} in table {TRAIN}")
-        self._store.wait([Interest(TRAIN, _STAGE)], timeout_s=timeout_s, wake_fd=wake_fd)
+        self._context.waits(f"rows of stage {_STAGE} in table {self._tables[0]}")
+        interests = [Interest(table, _STAGE) for table in self._tables]
+        self._store.wait(interests, timeout_s=timeout_s, wake_fd=wake_fd)
 
     def close(self) -> None:
         """The model goes with the process."""

@@ -38,6 +38,7 @@ def find_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
         _model_problems,
         _reward_problems,
         _algorithm_problems,
+        _engine_problems,
         _environment_problems,
         _node_problems,
     ):
@@ -45,7 +46,7 @@ def find_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
 
 
 def data_sources(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
-    """`(recipe key, source)` of every data source."""
+    """`(recipe key, source)` of every data source of the algorithm."""
     data = loaded.recipe.data
     if isinstance(data.train, str):
         yield "data.train", data.train
@@ -60,9 +61,11 @@ def data_sources(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 def _data_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     from rlmq.producers.prompts import read_rows
 
-    for key, source in data_sources(loaded):
+    sources = [(loaded.recipe, source, key) for key, source in data_sources(loaded)]
+    sources += [(own, str(own.data.train), f"losses.{name}.data") for name, own in loaded.recipe.tables.items()]
+    for recipe, source, key in sources:
         try:
-            read_rows(loaded.recipe, source, loaded.folder, subject=key)
+            read_rows(recipe, source, loaded.folder, subject=key)
         except RlmqError as error:
             yield error
 
@@ -110,6 +113,21 @@ def _algorithm_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
         return
     if isinstance(algorithm, OwnFunctions):
         yield from algorithm.trial(loaded.recipe)
+
+
+def _engine_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    from rlmq.common.engines.registry import GENERATION
+
+    recipe = loaded.recipe
+    if "rollout" not in recipe.workers():
+        return
+    rollout = recipe.rollout
+    try:
+        GENERATION.check(
+            rollout.engine, rollout.engine_options, loaded.folder, deterministic=recipe.deterministic
+        )
+    except RlmqError as error:
+        yield error
 
 
 def _environment_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:

@@ -69,15 +69,15 @@ def start_process(
     from rlmq.buffer.redis_store import RedisStore
     from rlmq.buffer.tables import sample_tables
     from rlmq.common.columns import fingerprint
-    from rlmq.common.flow import flow_of, sample_columns
+    from rlmq.common.flow import flows_of, sample_columns
     from rlmq.common.logs import configure
     from rlmq.common.metrics import serve_metrics
     from rlmq.common.recipe.load import code_hash
 
     log = configure(role, index)
-    flow = flow_of(recipe)
-    columns = sample_columns(flow)
-    tables = sample_tables(flow, capacity_rows=_CAPACITY_ROWS)
+    flows = flows_of(recipe)
+    columns = [column for flow in flows for column in sample_columns(flow)]
+    tables = [table for flow in flows for table in sample_tables(flow, capacity_rows=_CAPACITY_ROWS)]
     store = RedisStore(redis_url, run_id=run.run_id, worker=f"{role}-{index}")
     store.open(tables)
     store.recover()  # what a killed process of this name held is redelivered now, not when its lease is over

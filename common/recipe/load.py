@@ -238,11 +238,12 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
             data[key] = place(sets, f"data.{key}")
         elif sets is not None:
             data[key] = {name: place(source, f"data.{key}.{name}") for name, source in sets.items()}
-    if recipe.rollout.environment is not None:
-        values["rollout"]["environment"] = place(recipe.rollout.environment, "rollout.environment")
-    for key in ("advantage", "loss", "loop"):
-        if values["algorithm"][key] is not None:
-            values["algorithm"][key] = place(values["algorithm"][key], f"algorithm.{key}")
+    for i, loss in enumerate(values["losses"]):
+        loss["data"] = place(loss["data"], f"losses.{i}.data")
+    named = [("rollout", "environment"), *(("algorithm", key) for key in ("advantage", "loss", "loop"))]
+    for block, key in named:
+        if values[block][key] is not None:
+            values[block][key] = place(values[block][key], f"{block}.{key}")
     for i, block in enumerate(values["reward"]):
         for kind in ("function", "model"):
             if block[kind] is not None:

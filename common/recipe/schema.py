@@ -6,13 +6,14 @@ Unknown keys are refused. `rlmq check RECIPE` validates a file; `--dry-run` prin
 from __future__ import annotations
 
 import ipaddress
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rlmq.common.recipe.algorithm_block import AlgorithmBlock
 from rlmq.common.recipe.block import Beta, Block, PositiveFloat, PositiveInt
 from rlmq.common.recipe.critic_block import CriticBlock
+from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.reward_block import RewardBlock
 
@@ -108,7 +109,12 @@ class DataBlock(Block):
 class RolloutBlock(Block):
     """Generation."""
 
-    engine: Literal["hf"] = Field(default="hf", description="Generation engine.")
+    engine: str = Field(
+        default="hf", description="hf, vllm, http, a name that an installed package registered, or file.py:Class."
+    )
+    engine_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of that engine alone, see docs/engines.md."
+    )
     max_response_tokens: PositiveInt = Field(default=128, description="Longest response in tokens.")
     truncated: Literal["train", "mask", "penalise"] = Field(
         default="train",
@@ -122,6 +128,13 @@ class RolloutBlock(Block):
     )
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of the sampling distribution.")
     top_k: int = Field(default=0, ge=0, description="Most likely tokens kept; 0 keeps all.")
+    stop: tuple[str, ...] = Field(
+        default=(), description="Texts that end a response, which they are the end of."
+    )
+    mismatch_alert: PositiveFloat | None = Field(
+        default=None,
+        description="Warn when the mean difference of log-probs between rollout and trainer is above this; none: never.",
+    )
     environment: str | None = Field(
         default=None,
         description="file.py:Class that answers each turn of the policy; none: responses have one turn.",
@@ -289,6 +302,7 @@ class Recipe(Block):
     model: str = Field(description="Hugging Face folder or hub id, or file.py:function returning a folder.")
     algorithm: AlgorithmBlock = Field(default_factory=AlgorithmBlock)
     data: DataBlock
+    losses: tuple[LossBlock, ...] = ()
     rollout: RolloutBlock = Field(default_factory=RolloutBlock)
     reward: tuple[RewardBlock, ...] = Field(default=(), validate_default=True)
     nodes: tuple[NodeBlock, ...] = ()
@@ -337,6 +351,29 @@ class Recipe(Block):
             raise ValueError(f"items with objective {' and '.join(sorted(wanted))}, and no others")
         return reward
 
+    @model_validator(mode="after")
+    def _losses_fit(self) -> Recipe:
+        """All losses of an update are of one model and of one distribution."""
+        names = [block.name for block in self.losses]
+        if len(set(names)) < len(names):
+            raise ValueError("losses: a name for each")
+        if self.losses and self.algorithm.name in ("reward_model", "score"):
+            raise ValueError(f"no losses: {self.algorithm.name} trains no policy")
+        if self.losses and self.rollout.temperature != 1.0:
+            raise ValueError("rollout.temperature 1 with losses: they learn the model's own distribution")
+        return self
+
+    @property
+    def tables(self) -> dict[str, Recipe]:
+        """The tables of `losses`, and for each the recipe that would train on it alone."""
+        return {block.name: self._alone(block) for block in self.losses}
+
+    def _alone(self, block: LossBlock) -> Recipe:
+        data = {"train": block.data, "min_reward": block.min_reward, "prompts_per_step": block.prompts_per_step}
+        update = {"mixture": (), "eval": None, "passes": None, **data}
+        own = {"algorithm": block.algorithm, "data": self.data.model_copy(update=update)}
+        return self.model_copy(update={**own, "losses": (), "reward": (), "nodes": ()})
+
     @property
     def has_cost(self) -> bool:
         """Whether an item of `reward` is a cost."""
@@ -368,9 +405,9 @@ class Recipe(Block):
 
     def workers(self) -> dict[str, int]:
         """Processes per role, in starting order: the roles of the flow."""
-        from rlmq.common.flow import flow_of
+        from rlmq.common.flow import flows_of
 
-        roles = dict.fromkeys(node.role for node in flow_of(self))
+        roles = dict.fromkeys(node.role for flow in flows_of(self) for node in flow)
         return {role: getattr(self.place_of(role), "workers", 1) for role in roles}
 
     def place_of(self, role: str) -> RolePlacement | NodeBlock | None:
