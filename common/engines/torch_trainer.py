@@ -162,8 +162,7 @@ class TorchEngine:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
         gradients = [m.grad for m in self._masters if m.grad is not None]
-        if self._group is not None:
-            _sum_over_ranks(gradients, self._group)
+        self._sum_gradients(gradients)
         norm = self._scale_and_clip(gradients, scale)
         lr = learning_rate(self._updates / (self._block.mini_batches * self._block.epochs), self._block)
         for parameters in self._optimizer.param_groups:
@@ -174,9 +173,16 @@ class TorchEngine:
         self._serve_masters()
         return StepStats(grad_norm=norm, lr=lr)
 
+    def _sum_gradients(self, gradients: list[torch.Tensor]) -> None:
+        if self._group is not None:
+            sum_over_ranks(gradients, self._group)
+
+    def _total_norm(self, gradients: list[torch.Tensor]) -> float:
+        return float(torch.nn.utils.get_total_norm(gradients))
+
     def _scale_and_clip(self, gradients: list[torch.Tensor], scale: float) -> float:
         """Norm of the divided gradient; dividing and clipping are one multiplication."""
-        norm = float(torch.nn.utils.get_total_norm(gradients)) * scale
+        norm = self._total_norm(gradients) * scale
         if not norm < float("inf"):
             self._optimizer.zero_grad(set_to_none=True)
             raise IntegrityError(
@@ -241,7 +247,7 @@ def _require_same_tensors(own: Mapping[str, torch.Tensor], given: Mapping[str, t
         )
 
 
-def _sum_over_ranks(gradients: list[torch.Tensor], group: ProcessGroup) -> None:
+def sum_over_ranks(gradients: list[torch.Tensor], group: ProcessGroup) -> None:
     """Sum in place over the group, in flat buckets: one collective per tensor would be latency only."""
     buckets: list[list[torch.Tensor]] = [[]]
     size_bytes = 0
