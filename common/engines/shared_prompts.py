@@ -63,8 +63,12 @@ class SharingCost:
         return rows * length * (1.0 + self.attention * length)
 
 
-def sharing_cost(model: nn.Module) -> SharingCost | None:
-    """None if the model's attention is not of a kind for which packed rows are known to be right."""
+def sharing_cost(model: nn.Module, dtype: torch.dtype | None = None) -> SharingCost | None:
+    """None if the model's attention is not of a kind for which packed rows are known to be right.
+
+    Args:
+        dtype: of computing, where it is not that of the weights.
+    """
     config: Any = getattr(model, "config", None)
     if getattr(config, "model_type", "") not in _FULL_ATTENTION:
         return None
@@ -77,7 +81,7 @@ def sharing_cost(model: nn.Module) -> SharingCost | None:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     # Per place a matrix costs one multiplication per value; a key costs hidden_size each for score and value.
     attention = 2 * config.hidden_size * config.num_hidden_layers / sum(p.numel() for p in matrices)
-    return SharingCost(attention, matrices[0].dtype)
+    return SharingCost(attention, dtype or matrices[0].dtype)
 
 
 def places_of(batch: MicroBatch, cost: SharingCost | None) -> Places:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rlmq.common.dtypes import manifest_of
+from rlmq.common.engines.fully_sharded import like, shard_fully, whole, whole_by_name
 from rlmq.common.engines.learning_rate import learning_rate
 from rlmq.common.engines.shared_prompts import Places, places_of, sharing_cost
 from rlmq.common.engines.token_logprobs import token_logprobs
@@ -36,17 +37,31 @@ class TorchEngine:
         block: optimizer, schedule, type.
         temperature: of the sampling distribution that log-probs refer to.
         group: process group over which gradients are summed; None for one rank.
+        sharded: each rank holds its slice of everything (`fully_sharded`): then `shards`, `state`, `load_state` and
+            every pass are made by all ranks at once.
     """
 
     def __init__(
-        self, model: nn.Module, block: TrainBlock, *, temperature: float = 1.0, group: ProcessGroup | None = None
+        self,
+        model: nn.Module,
+        block: TrainBlock,
+        *,
+        temperature: float = 1.0,
+        group: ProcessGroup | None = None,
+        sharded: bool = False,
     ) -> None:
         self.model = model
         self._block = block
         self._temperature = temperature
         self._group = group
         self._updates = 0
-        self._low_precision = block.dtype == "bfloat16"
+        self.sharded = sharded and group is not None
+        self._low_precision = block.dtype == "bfloat16" and not self.sharded
+        self._served = torch.bfloat16 if block.dtype == "bfloat16" and self.sharded else None
+        self._manifest: WeightManifest | None = None
+        if self.sharded:
+            assert group is not None
+            shard_fully(model, group, low_precision=block.dtype == "bfloat16")
         self._names, self._weights, self._masters = self._split_masters()
         self._optimizer = torch.optim.AdamW(
             self._masters,
@@ -61,7 +76,7 @@ class TorchEngine:
         if block.activation_checkpointing:
             self._checkpoint_activations()
         self._takes_places = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._sharing = sharing_cost(model)
+        self._sharing = sharing_cost(model, self._served)
 
     def _split_masters(self) -> tuple[list[str], list[nn.Parameter], list[nn.Parameter]]:
         """Names, computing weights and fp32 weights; the latter two are the same objects in float32.
@@ -90,11 +105,13 @@ class TorchEngine:
 
     def layout(self) -> WeightManifest:
         """Names, shapes and dtypes of the weights as `shards` yields them."""
-        return manifest_of(self.shards())
+        if self._manifest is None:
+            self._manifest = manifest_of(self.shards())
+        return self._manifest
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights by name, tied aliases included, in the order of `layout`; references, not copies."""
-        yield from self.model.state_dict().items()
+        """The weights by name, tied aliases included, in the order of `layout`; references unless sharded."""
+        yield from whole_by_name(self.model.state_dict().items(), self._served)
 
     def logprobs(self, batch: MicroBatch) -> PolicyOutput:
         """Log-probs and entropy of all real response tokens, without gradient."""
@@ -104,6 +121,15 @@ class TorchEngine:
     def accumulate(self, batch: MicroBatch, loss: LossFunction) -> dict[str, float]:
         """Forward and backward; adds the gradient of `loss_sum`, returns the metric sums of this micro-batch."""
         return self._backward(loss(self._forward(batch), batch))
+
+    def idle(self, *, backward: bool) -> None:
+        """A pass that adds nothing: when sharded, for a rank that has fewer micro-batches than another."""
+        if not self.sharded:
+            return
+        with torch.set_grad_enabled(backward):
+            nothing = 0.0 * self.model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits.sum()
+        if backward:
+            nothing.backward()
 
     def _backward(self, terms: LossTerms) -> dict[str, float]:
         if terms.loss_sum.requires_grad:
@@ -174,11 +200,11 @@ class TorchEngine:
         return StepStats(grad_norm=norm, lr=lr)
 
     def _sum_gradients(self, gradients: list[torch.Tensor]) -> None:
-        if self._group is not None:
+        if self._group is not None and not self.sharded:
             sum_over_ranks(gradients, self._group)
 
     def _total_norm(self, gradients: list[torch.Tensor]) -> float:
-        return float(torch.nn.utils.get_total_norm(gradients))
+        return float(whole(torch.nn.utils.get_total_norm(gradients)))
 
     def _scale_and_clip(self, gradients: list[torch.Tensor], scale: float) -> float:
         """Norm of the divided gradient; dividing and clipping are one multiplication."""
@@ -208,7 +234,9 @@ class TorchEngine:
         for name, master in zip(self._names, self._masters, strict=True):
             own = self._optimizer.state.get(master, {})
             for moment in ("exp_avg", "exp_avg_sq"):
-                named[f"{moment}.{name}"] = own[moment] if moment in own else torch.zeros_like(master)
+                named[f"{moment}.{name}"] = whole(own[moment] if moment in own else torch.zeros_like(master))
+            if self._served is not None:  # what is served has lost their last bits
+                named[f"master.{name}"] = whole(master.detach())
             if self._low_precision:
                 named[f"master.{name}"] = master.detach()
         return named
@@ -225,11 +253,11 @@ class TorchEngine:
         for name, master in zip(self._names, self._masters, strict=True):
             self._optimizer.state[master] = {
                 "step": torch.tensor(float(self._updates)),
-                "exp_avg": state[f"exp_avg.{name}"].to(master.device, copy=True),
-                "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(master.device, copy=True),
+                "exp_avg": like(master, state[f"exp_avg.{name}"]),
+                "exp_avg_sq": like(master, state[f"exp_avg_sq.{name}"]),
             }
-            if self._low_precision:
-                master.copy_(state[f"master.{name}"])
+            if f"master.{name}" in state:
+                master.copy_(like(master, state[f"master.{name}"]))
         self._serve_masters()
 
 
