@@ -46,7 +46,7 @@ lint: setup
 types: setup
 	bash tests/types_tree.sh
 	$(PY) -m mypy -p rlmq
-	$(PY) -m mypy benchmarks recipes
+	$(PY) -m mypy benchmarks recipes docs/tutorials
 
 bench: setup
 	$(PY) -m rlmq.cli bench overhead $(ARGS)

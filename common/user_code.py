@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -40,6 +41,17 @@ def is_spec(text: str) -> bool:
     """Whether the text has the form `file.py:function`."""
     file, _, function = text.rpartition(":")
     return file.endswith(".py") and function.isidentifier()
+
+
+def spec_of(function: Callable[..., Any], *, subject: str) -> str:
+    """`"/path/rewards.py:correct"` of a function at the top of a file.
+
+    Raises:
+        UsageError: a lambda, a method, one that is defined inside another, or no Python function.
+    """
+    if not inspect.isfunction(function) or not function.__qualname__.isidentifier():
+        raise UsageError(subject, got=repr(function), expected="a function at the top of a file")
+    return f"{Path(function.__code__.co_filename).resolve()}:{function.__name__}"
 
 
 def find_beside(name: str, folder: Path, *, subject: str) -> Path:

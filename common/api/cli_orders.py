@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import getpass
 import platform
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,6 +65,7 @@ def checked_settings(run: RunFolder, pairs: Sequence[str]) -> dict[str, str]:
     settings = {}
     for pair in pairs:
         key, _, text = pair.partition("=")
+        key = re.sub(r"^reward\.weights\.(.+)$", r"reward.\1.weight", key)
         if key not in places:
             raise _unknown(key, list(places))
         after = load_recipe(run.recipe, [f"{places[key]}={text}"]).recipe

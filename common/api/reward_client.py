@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +11,7 @@ from typing import Any
 
 from rlmq.common.errors import UsageError
 from rlmq.common.recipe.reward_block import RewardBlock
+from rlmq.common.user_code import spec_of
 from rlmq.producers.process_runner import ProcessRewardRunner
 from rlmq.producers.reward_runner import RewardRow
 from rlmq.producers.reward_values import total
@@ -37,7 +38,9 @@ class RewardClient:
     Each scorer has a process of its own with its limits, as in a run; nothing else is started.
 
     Args:
-        rewards: `"file.py:function"`, or an item as a mapping: `{"judge": URL, "weight": 0.5, "arguments": {…}}`.
+        rewards: a function at the top of a file, `"file.py:function"`, or an item as a mapping:
+            `{"function": correct, "weight": 0.5}`, `{"judge": URL, "arguments": {…}}`. Functions are imported from
+            their file in the scorer's process, so the script that calls this has it below `if __name__ == …`.
         folder: where relative files are looked up.
         timeout_s: the time limit of a call, for items that state none.
 
@@ -51,7 +54,11 @@ class RewardClient:
     """
 
     def __init__(
-        self, rewards: Sequence[str | Mapping[str, Any]], *, folder: str | Path = ".", timeout_s: float = 10.0
+        self,
+        rewards: Sequence[str | Callable[..., Any] | Mapping[str, Any]],
+        *,
+        folder: str | Path = ".",
+        timeout_s: float = 10.0,
     ) -> None:
         self._blocks = [_block(item, timeout_s) for item in rewards]
         self._runners: list[ProcessRewardRunner] = []
@@ -103,8 +110,10 @@ class RewardClient:
         self.close()
 
 
-def _block(item: str | Mapping[str, Any], timeout_s: float) -> RewardBlock:
-    given = {"function": item} if isinstance(item, str) else dict(item)
+def _block(item: str | Callable[..., Any] | Mapping[str, Any], timeout_s: float) -> RewardBlock:
+    given: dict[str, Any] = dict(item) if isinstance(item, Mapping) else {"function": item}
+    if callable(given.get("function")):
+        given["function"] = spec_of(given["function"], subject="RewardClient")
     try:
         return RewardBlock.model_validate({"timeout_s": timeout_s, **given})
     except ValueError as error:

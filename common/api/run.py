@@ -18,6 +18,7 @@ from typing import Any
 from rlmq.algorithms import Settings
 from rlmq.common import script
 from rlmq.common.errors import ControlLoopDiverged, UsageError
+from rlmq.common.user_code import spec_of
 from rlmq.handles import Actor, Batch, Critic, Prompts, Reference, Reward, Update
 from rlmq.tracing import ScriptSteering, Tracing
 
@@ -85,6 +86,11 @@ class Run:
         self._recipe.setdefault("reward", []).extend(items)
         names = (one.get("name") or str(one.get("function", "")).rpartition(":")[2] for one in items)
         return Reward(self, "reward", tuple(names))
+
+    def set_reward_controller(self, function: Any) -> None:
+        """Weights of the rewards by step: a function of the script, or `"file.py:function"`, that returns
+        `{name: weight}` for a step."""
+        self._put("reward_controller", _source(function))
 
     def prompts(
         self, source: Any, *, per_step: int, max_tokens: int | None = None, samples: int | None = None, **data: Any
@@ -287,9 +293,7 @@ class Run:
 def _source(value: Any) -> str:
     """How the recipe names it: a path, a model, or a function of a file."""
     if inspect.isfunction(value):
-        file = Path(value.__code__.co_filename).resolve()
-        beside = file.parent == Path(sys.argv[0]).resolve().parent
-        return f"{file.name if beside else file}:{value.__name__}"
+        return spec_of(value, subject="run").removeprefix(f"{Path(sys.argv[0]).resolve().parent}/")
     with suppress(AttributeError):
         return str(value.name)
     return str(value)

@@ -12,34 +12,6 @@ import psutil
 import pytest
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-TRAINER = """
-import rlmq
-
-if __name__ == "__main__":
-    trainer = rlmq.GRPOTrainer(
-        model="{recipes}/tiny_model.py:folder",
-        reward=["{recipes}/tiny_task.py:letters"],
-        config={{
-            "data": {{"train": "{recipes}/tiny_task.py:train", "prompts_per_step": 4, "max_prompt_tokens": 32}},
-            "algorithm": {{"group_size": 4}},
-            "rollout": {{"max_response_tokens": 16}},
-            "train": {{"steps": 2, "lr": 5.0e-3}},
-        }},
-    )
-    for _ in range(2):
-        print("reward", trainer.step()["reward_mean"])
-"""
-
-
-@pytest.mark.timeout(300)
-def test_a_trainer_makes_two_steps(cli: Any) -> None:
-    script = cli.folder / "steps.py"
-    script.write_text(TRAINER.format(recipes=RECIPES))
-    done = cli.run("up", script, timeout_s=280)
-    assert done.code == 0, done.text
-    assert len(cli.metrics("steps")) == 2
-    printed = (cli.newest_run("steps") / "logs" / "controller-0.log").read_text()
-    assert printed.count("reward 0.") == 2
 
 
 @pytest.mark.timeout(300)

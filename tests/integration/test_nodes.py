@@ -76,8 +76,8 @@ def test_a_safety_filter_ends_unsafe_rows_before_the_reward(cli: Any, tmp_path: 
 
 
 def test_a_flow_runs_from_the_shell(cli: Any, tmp_path: Path) -> None:
-    # given the flow of the recipes folder: rollout, a filter that refuses to paint, and a reward, as lambdas
-    script, folder = cli.root / "recipes" / "safety_flow.py", tmp_path / "flow"
+    # given the flow of the tutorial: rollout, a filter that refuses to paint, and a reward, as lambdas
+    script, folder = cli.root / "docs" / "tutorials" / "safety_node.py", tmp_path / "flow"
     prompts = "['Name a bird: ', 'Paint a boat: ', 'Name a lamp: ']"
     argv = [sys.executable, script, "--prompts", prompts, "--max-tokens", "8", "--folder", folder]
     done = subprocess.run(

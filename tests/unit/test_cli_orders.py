@@ -129,7 +129,7 @@ def test_settings_apply_from_the_next_step(steered: Steered, capsys: pytest.Capt
     kept = events.Keep(phase="run", orders=1, settings=settings)
     thread = in_background(lambda: steered.obey(kept))
 
-    assert steered.set("c-1", "train.steps=40", "reward.brevity.weight=0.25", wait=True) == 0
+    assert steered.set("c-1", "train.steps=40", "reward.weights.brevity=0.25", wait=True) == 0
 
     thread.join()
     [order] = steered.calls.orders(0)

@@ -1,13 +1,13 @@
 """A flow of rollout, a safety filter and a reward, without a trainer:
 
-python recipes/safety_flow.py --prompts "['Name a bird: ', 'Paint a boat: ']" --max-tokens 16
+python docs/tutorials/safety_node.py --prompts "['Name a bird: ', 'Paint a boat: ']" --max-tokens 16
 """
 
 from __future__ import annotations
 
 from rlmq import DataFlow, Node, load_hf_model
 
-rollout = Node("rollout", model=load_hf_model("tiny_model.py:folder"))
+rollout = Node("rollout", model=load_hf_model("../../recipes/tiny_model.py:folder"))
 reward = Node(
     "reward",
     forward_fn=lambda completions: [sum("a" <= c <= "z" for c in text) / max(1, len(text)) for text in completions],
