@@ -15,8 +15,8 @@ from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import ROLLOUT_COLUMNS, arrow_schema, is_greedy
 from rlmq.common.determinism import require_same_environment
-from rlmq.common.engines.generation import Generated, GenerationEngine, Request, Sampling
-from rlmq.common.engines.hf import HfEngine
+from rlmq.common.engines.generation import EngineSettings, Generated, GenerationEngine, Request, Sampling
+from rlmq.common.engines.registry import GENERATION
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError
 from rlmq.common.gloo import GlooTransport
 from rlmq.common.metrics import (
@@ -26,7 +26,7 @@ from rlmq.common.metrics import (
     WEIGHT_SYNC_BYTES,
     WEIGHT_SYNC_SECONDS,
 )
-from rlmq.common.models import eos_ids, load_model, load_tokenizer, pad_id, resolve_model
+from rlmq.common.models import eos_ids, folder_context_length, load_tokenizer, pad_id, resolve_model
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.weights import Rendezvous, WeightManifest
 from rlmq.common.worker import CallHandler, WorkerContext
@@ -46,14 +46,7 @@ class RolloutRole:
         recipe = context.recipe
         folder = resolve_model(recipe.model, context.recipe_folder)
         self._tokenizer = load_tokenizer(folder)
-        model = load_model(folder, torch.float32 if recipe.train.dtype == "float32" else torch.bfloat16)
-        self._eos = eos_ids(folder, self._tokenizer)
-        self._engine: GenerationEngine = HfEngine(
-            model,
-            pad_id=pad_id(self._tokenizer),
-            eos_ids=self._eos,
-            max_batch=recipe.rollout.batch_size_per_device,
-        )
+        self._engine = self._made(folder)
         if "actor" not in recipe.workers():  # nobody sends weights: those of the recipe are version 0
             self._engine.serve(0)
             context.serving(0)
@@ -73,6 +66,29 @@ class RolloutRole:
         self._columns = (*_COLUMNS, "record") if recipe.rollout.environment else _COLUMNS
         self._tag = f"config {recipe_hash(recipe)} seed {recipe.run.seed}"
 
+    def _made(self, folder: str) -> GenerationEngine:
+        """The recipe's engine, with the model's first weights."""
+        recipe, rollout = self._context.recipe, self._context.recipe.rollout
+        options = GENERATION.check(
+            rollout.engine, rollout.engine_options, self._context.recipe_folder, deterministic=recipe.deterministic
+        )
+        settings = EngineSettings(
+            model=folder,
+            dtype=recipe.train.dtype,
+            max_batch=rollout.batch_size_per_device,
+            max_tokens=min(
+                recipe.data.max_prompt_tokens + rollout.max_response_tokens, folder_context_length(folder)
+            ),
+            eos_ids=eos_ids(folder, self._tokenizer),
+            pad_id=pad_id(self._tokenizer),
+            decode=lambda ids: str(self._tokenizer.decode(ids)),
+            sampling=self._sampling_at(rollout.temperature),
+            deterministic=recipe.deterministic,
+            options=options,
+        )
+        made: GenerationEngine = GENERATION.find(rollout.engine, self._context.recipe_folder)(settings)
+        return made
+
     def _sampling_at(self, temperature: float) -> Sampling:
         rollout = self._context.recipe.rollout
         return Sampling(
@@ -80,6 +96,7 @@ class RolloutRole:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             max_tokens=rollout.max_response_tokens,
+            stop=rollout.stop,
         )
 
     def handlers(self) -> Mapping[str, CallHandler]:

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from rlmq.common.engines.causal_forward import CausalForward
 from rlmq.common.engines.generation import Generated, Request
+from rlmq.common.engines.growing_response import GrowingResponse
 from rlmq.common.engines.random_numbers import id_words, uniforms_of_words
 from rlmq.common.engines.token_choice import TokenChoice
 
 # Rows of finished requests leave the cache once they are this share of it: moving the others costs about as much as
 # computing an eighth of them once.
 WORTH_COMPACTING = 1 / 8
-
-
-@dataclass(slots=True)
-class _Row:
-    request: Request
-    stop_ids: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finished: bool = False
-
-    def generated(self, *, truncated: bool) -> Generated:
-        return Generated(self.request.id, self.tokens, self.logprobs, self.versions, truncated)
 
 
 class DecodingBatch:
@@ -39,6 +26,7 @@ class DecodingBatch:
         forward: the model's pass, not started.
         eos_ids: end any response, beside the request's own `stop_ids`.
         device: where the logits are.
+        decode: token ids to text, for stop texts.
     """
 
     def __init__(
@@ -47,10 +35,11 @@ class DecodingBatch:
         forward: CausalForward,
         eos_ids: frozenset[int],
         device: torch.device,
+        decode: Callable[[Sequence[int]], str],
     ) -> None:
         self._forward = forward
         self._device = device
-        self._rows = [_Row(r, eos_ids.union(r.sampling.stop_ids)) for r in requests]
+        self._rows = [GrowingResponse(r, eos_ids.union(r.sampling.stop_ids), decode) for r in requests]
         self._arrange()
 
     @property
@@ -76,13 +65,9 @@ class DecodingBatch:
         for row, token, logprob in zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.finished:
                 continue
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            row.versions.append(version)
-            stopped = token in row.stop_ids
-            if stopped or len(row.tokens) >= row.request.sampling.max_tokens:
-                row.finished = True
-                finished.append(row.generated(truncated=not stopped))
+            ended = row.add(token, logprob, version)
+            if ended is not None:
+                finished.append(ended)
         if finished:
             self._compact()
         return finished
@@ -102,7 +87,7 @@ class DecodingBatch:
         if self._forward.started:
             return self._forward.extend(self._last)
         self._keep([index for index, row in enumerate(self._rows) if not row.finished])
-        sequences = [[*row.request.prompt_ids, *row.tokens] for row in self._rows]
+        sequences = [row.sequence() for row in self._rows]
         left = max(row.request.sampling.max_tokens - len(row.tokens) for row in self._rows)
         return self._forward.start(sequences, left)
 

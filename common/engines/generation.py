@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -17,13 +17,44 @@ EngineState = Literal["empty", "serving", "loading", "torn"]
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn. `temperature` 0 is greedy. Log-probs are of the distribution after temperature,
-    before `top_k` / `top_p` cut it."""
+    before `top_k` / `top_p` cut it. A response ends with the token that is in `stop_ids`, or that completes one
+    of the texts `stop`; it is part of the response."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 16
     stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is made from.
+
+    Args:
+        model: folder of a Hugging Face model: its configuration, tokenizer and first weights.
+        dtype: of compute and of the weights that will come.
+        max_batch: most samples generated side by side.
+        max_tokens: longest sequence, prompt and response together.
+        eos_ids: end every response.
+        pad_id: any token id, to fill rectangles with.
+        decode: token ids to text, special tokens included: for stop texts.
+        sampling: what most requests will ask for.
+        deterministic: whether a chunk's result must not depend on what else is generated.
+        options: the engine's own (its `Options` block), as the recipe has them.
+    """
+
+    model: str
+    dtype: Literal["float32", "bfloat16"]
+    max_batch: int
+    max_tokens: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    decode: Callable[[Sequence[int]], str]
+    sampling: Sampling = field(default_factory=Sampling)
+    deterministic: bool = False
+    options: Any = None
 
 
 @dataclass(frozen=True, slots=True)

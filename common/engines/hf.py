@@ -2,30 +2,32 @@
 
 ::
 
-    submit(chunk) ──► queue of batches ──► active batch ── step ──► finished
-                      (≤ max_batch rows,      │
-                       one chunk each)        └ commit, release_memory: its cache is dropped, and computed again
+    fixed chunks (deterministic)  submit ──► queue of batches ──► one batch, to its end ──► the next
+    continuous                    submit ──► queue of requests ──► slots, refilled as responses end
 
-A batch never holds requests of two `submit` calls: what a request yields depends on its chunk, not on what else
-happens to be in the queue. Sampling draws one number per token, keyed by (seed, sample id, token index).
+A fixed batch never holds requests of two `submit` calls: what a request yields depends on its chunk, not on what
+else happens to be in the queue. In continuous mode the last bits do. Sampling draws one number per token in both,
+keyed by (seed, sample id, token index).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from rlmq.common.engines.attention import use_grouped_sdpa
 from rlmq.common.engines.causal_forward import CausalForward
+from rlmq.common.engines.continuous_batch import ContinuousBatch
 from rlmq.common.engines.cpu_linear import use_onednn
 from rlmq.common.engines.decoding_batch import DecodingBatch
-from rlmq.common.engines.generation import EngineState, Generated, Request
+from rlmq.common.engines.flat_forward import FlatForward, use_flat
+from rlmq.common.engines.generation import EngineSettings, EngineState, Generated, Request
 from rlmq.common.engines.staged_weights import StagedWeights
 from rlmq.common.errors import IntegrityError, UsageError
-from rlmq.common.models import context_length
+from rlmq.common.models import context_length, load_model
 from rlmq.common.weights import WeightManifest
 
 
@@ -37,13 +39,26 @@ class HfEngine:
         pad_id: any token id, to fill rectangles with; may be an end-of-text id.
         eos_ids: token ids that end every response; the one that ended it is part of the response.
         max_batch: most rows in one forward pass.
+        decode: token ids to text; needed for stop texts only.
+        continuous: refill slots as responses end, where the model's attention allows it (`use_flat`).
     """
 
-    def __init__(self, model: PreTrainedModel, *, pad_id: int, eos_ids: Sequence[int], max_batch: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        pad_id: int,
+        eos_ids: Sequence[int],
+        max_batch: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        continuous: bool = False,
+    ) -> None:
         if max_batch < 1:
             raise UsageError("rollout.batch_size_per_device", got=max_batch, expected="at least 1")
         self._model = model.eval()
-        use_grouped_sdpa(self._model)
+        continuous = continuous and use_flat(self._model)
+        if not continuous:
+            use_grouped_sdpa(self._model)
         use_onednn(self._model)
         self._weights = StagedWeights(self._model)
         self._pad_id = pad_id
@@ -51,6 +66,16 @@ class HfEngine:
         self._max_batch = max_batch
         self._context_tokens = context_length(model.config)
         self._queue: deque[list[Request]] = deque()
+        self._decode = decode
+        self._slots: ContinuousBatch | None = None
+        if continuous:
+            self._slots = ContinuousBatch(
+                FlatForward(self._model, max_batch),
+                self._eos_ids,
+                self._model.device,
+                max_rows=max_batch,
+                decode=self._text,
+            )
         self._active: DecodingBatch | None = None
         self._known: set[str] = set()
         self._version = -1
@@ -91,14 +116,17 @@ class HfEngine:
         if twice:
             raise IntegrityError(f"sample {min(twice)}", got="a second request", expected="one request per id")
         for request in requests:
-            self._check_length(request)
+            self._check(request)
         self._known.update(ids)
+        if self._slots:
+            self._slots.add(requests)
+            return
         for start in range(0, len(requests), self._max_batch):
             self._queue.append(list(requests[start : start + self._max_batch]))
 
     @torch.inference_mode()
     def step(self) -> list[Generated]:
-        """One token for every row of the active batch; returns the responses that it completed.
+        """One token for every row in a slot or of the active batch; returns the responses that it completed.
 
         Raises:
             IntegrityError: no whole weights to serve, or logits that are not finite.
@@ -110,17 +138,23 @@ class HfEngine:
                 expected="a committed policy version",
                 remedy="Sync weights first",
             )
+        if self._slots:
+            return self._returned(self._slots.step(self._version) if self._slots.pending else [])
         if self._active is None:
             if not self._queue:
                 return []
             forward = CausalForward(self._model, self._pad_id)
-            self._active = DecodingBatch(self._queue.popleft(), forward, self._eos_ids, self._model.device)
+            self._active = DecodingBatch(
+                self._queue.popleft(), forward, self._eos_ids, self._model.device, self._text
+            )
         return self._returned(self._active.step(self._version))
 
     @torch.inference_mode()
     def abort(self, ids: Sequence[str]) -> list[Generated]:
         """Take requests out: active ones with what they have, queued ones empty; other ids are ignored."""
         wanted = frozenset(ids)
+        if self._slots:
+            return self._returned(self._slots.abort(wanted))
         partial = self._active.abort(wanted) if self._active else []
         for batch in self._queue:
             partial += [Generated(r.id, [], [], [], truncated=True) for r in batch if r.id in wanted]
@@ -175,7 +209,9 @@ class HfEngine:
     def acquire_memory(self) -> None:
         """Nothing to do: what was freed is made again when it is needed."""
 
-    def _check_length(self, request: Request) -> None:
+    def _check(self, request: Request) -> None:
+        if request.sampling.stop and self._decode is None:
+            raise UsageError(f"sample {request.id}", got="a stop text", expected="an engine with a tokenizer")
         prompt, limit = len(request.prompt_ids), request.sampling.max_tokens
         if prompt == 0 or limit < 1:
             raise UsageError(
@@ -198,5 +234,21 @@ class HfEngine:
         return responses
 
     def _forget(self) -> None:
-        if self._active:
-            self._active.forget()
+        for batch in (self._active, self._slots):
+            if batch:
+                batch.forget()
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._decode(ids) if self._decode else ""
+
+
+def make_engine(settings: EngineSettings) -> HfEngine:
+    """The engine of a recipe: fixed chunks in deterministic mode, else continuous."""
+    return HfEngine(
+        load_model(settings.model, torch.float32 if settings.dtype == "float32" else torch.bfloat16),
+        pad_id=settings.pad_id,
+        eos_ids=settings.eos_ids,
+        max_batch=settings.max_batch,
+        decode=settings.decode,
+        continuous=not settings.deterministic,
+    )

@@ -1,0 +1,40 @@
+"""What a recipe may say to one engine beside what all engines understand (`rollout.engine_options`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlmq.common.recipe.block import Block, PositiveFloat, PositiveInt
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class NoOptions(Block):
+    """An engine without options."""
+
+
+class VllmOptions(Block):
+    """Options of `vllm`."""
+
+    tensor_parallel: PositiveInt = Field(default=1, description="Ranks that hold one model together.")
+    kv_cache_gib: PositiveInt = Field(default=1, description="Keys and values, on the CPU.")
+    gpu_memory_share: Share = Field(default=0.5, description="Of the GPU's memory, for weights, keys and values.")
+    compile: bool = Field(default=False, description="Compile the model: a slow start, faster steps.")
+    prefix_cache: bool = Field(default=True, description="Keep keys and values of equal beginnings.")
+    sleep: bool = Field(default=True, description="Give the GPU's memory back while training runs.")
+
+
+class HttpOptions(Block):
+    """Options of `http`."""
+
+    url: str = Field(pattern=r"^https?://", description="The server's address, up to and without /v1.")
+    model: str | None = Field(default=None, description="Name of the model there; none: the first that it lists.")
+    key_variable: str | None = Field(default=None, description="Environment variable that holds the API key.")
+    update: Literal["none", "vllm"] = Field(
+        default="none",
+        description="How new weights get there: not at all, or vLLM's reload_weights from weights_folder.",
+    )
+    weights_folder: str | None = Field(default=None, description="Folder that this process and the server share.")
+    timeout_s: PositiveFloat = Field(default=120.0, description="Longest silence of the server.")
