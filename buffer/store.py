@@ -109,6 +109,15 @@ class Table:
     seed: int = 0
     max_dead_rows: int = 10_000
 
+    def before(self, stage: str) -> tuple[str, ...]:
+        """Stages that must have worked on a row before this one, the first ones first."""
+        needs = {one.name: one.needs for one in self.stages if not one.ended}
+        writers = {column.name: column.writer for column in self.columns}
+        found: dict[str, None] = {}
+        for writer in sorted({writers.get(need, "") for need in needs.get(stage, ())} & needs.keys() - {stage}):
+            found |= dict.fromkeys((*self.before(writer), writer))
+        return tuple(found)
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:

@@ -18,6 +18,7 @@ from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller import plan
 from rlmq.controller.dispatch import Dispatch
+from rlmq.controller.late_rows import late_rows
 from rlmq.controller.step_line import StepLine, line_of
 from rlmq.controller.trackers import Trackers
 from rlmq.controller.weight_sync import WeightSync
@@ -281,7 +282,7 @@ class RunSteering:
                 self._dispatch.moved()
                 seen = counts
             self._dispatch.waits(f"stage {stage} in table {TRAIN}", [stage], deadline_s=self._step_s)
-            self._dispatch.pump()
+            self._pump(TRAIN, stage, itself=True)
             self._dispatch.sleep(_LOOK_S / 5)
             self._weights.bring_up_to_date()
         self._dispatch.waits()
@@ -291,13 +292,22 @@ class RunSteering:
         return sum(rows.get(stage, 0) for rows in (counts.waiting, counts.ready, counts.leased))
 
     def _too_late(self, stage: str, left: int, timeout_s: float) -> DeadlineExceeded:
-        workers = ", ".join(f"{one.name} ({one.activity})" for one in plan.present(self._state, stage))
         return DeadlineExceeded(
             f"rows of step {self.open_step} at stage {stage}",
-            got=f"{left} not done after {timeout_s:g} s by {workers or 'nobody'}",
+            got=f"{left} not done after {timeout_s:g} s: {self._late(TRAIN, stage, itself=True)}",
             expected="all of them",
-            remedy=f"Read the logs of {stage}, or give it more workers or time",
+            remedy="Read the log of who is named, or give it more workers or time",
         )
+
+    def _pump(self, table: str, stage: str, *, itself: bool = False) -> None:
+        """Take in what arrived; a deadline that is over names who has the rows."""
+        try:
+            self._dispatch.pump()
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{error}. {self._late(table, stage, itself=itself)}") from error
+
+    def _late(self, table: str, stage: str, *, itself: bool) -> str:
+        return late_rows(self._recipe, self._store, plan.present(self._state), table, stage, itself=itself)
 
     def note(self, figures: Mapping[str, Any]) -> None:
         """Add figures to the open step's line of metrics; what the line has already stays."""
@@ -438,7 +448,7 @@ class RunSteering:
             on = [name for name in busy if name not in (interest.stage, "recorder")]
             self._dispatch.waits(what, on, deadline_s=self._step_s)
             self._store.wait([interest], timeout_s=_LOOK_S, wake_fd=self._dispatch.bus.wake.fd)
-            self._dispatch.pump()
+            self._pump(interest.table, interest.stage)
             self._dispatch.hold()
             self._weights.bring_up_to_date()
 

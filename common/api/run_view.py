@@ -147,27 +147,15 @@ def _open_orders(url: str, run: RunFolder) -> Sequence[Order]:
 def _stage_rows(stored: Stored) -> Iterator[StageRows]:
     for table in stored.tables:
         counts = stored.counts[table.name]
-        stages = [stage for stage in table.stages if not stage.ended]
-        writers = {column.name: column.writer for column in table.columns}
-        names = {stage.name for stage in stages}
-        direct = {stage.name: {writers.get(need, "") for need in stage.needs} & names for stage in stages}
-        for stage in stages:
+        for stage in table.stages:
+            if stage.ended:
+                continue
             yield StageRows(
                 table.name,
                 stage.name,
-                _before(stage.name, direct),
+                table.before(stage.name),
                 counts.ready.get(stage.name, 0),
                 counts.leased.get(stage.name, 0),
                 stage.lease_s,
                 tuple(one for one in stored.leases[table.name] if one.stage == stage.name),
             )
-
-
-def _before(stage: str, direct: Mapping[str, set[str]]) -> tuple[str, ...]:
-    """Stages that must have worked on a row before this one, the first ones first."""
-    found: list[str] = []
-    for earlier in sorted(direct[stage] - {stage}):
-        for name in (*_before(earlier, {**direct, stage: set()}), earlier):
-            if name not in found:
-                found.append(name)
-    return tuple(found)

@@ -22,9 +22,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTIVITIES = ("generating", "scoring", "training", "syncing", "checkpointing", "evaluating", "idle")
-SLOW_REWARD = "reward=" + json.dumps(
-    [{"function": f"{Path(__file__).with_name('slow_task.py')}:letters", "timeout_s": 60.0}]
-)
+SLOW_TASK = Path(__file__).with_name("slow_task.py")
+SLOW_REWARD = "reward=" + json.dumps([{"function": f"{SLOW_TASK}:letters", "timeout_s": 60.0}])
 """An override: scoring takes long enough to be met by a fault."""
 
 SERVER, CONTROLLER, RECORDER = "redis-0", "controller-0", "recorder-0"
@@ -253,9 +252,9 @@ def process_name(argv: Sequence[str]) -> str | None:
 
 
 def final_hash(run: Path) -> str:
-    """SHA-256 of the newest checkpoint's weights, by `sha256sum`."""
-    newest = sorted(run.glob("checkpoints/step-*"))[-1]
-    files = sorted(newest.glob("model*.safetensors"))
+    """SHA-256 of the newest checkpoint's weights, by `sha256sum`; with a critic, of the sums of both."""
+    newest = [sorted(run.glob(f"{kind}/step-*"))[-1:] for kind in ("checkpoints", "critic_checkpoints")]
+    files = [file for paths in newest for path in paths for file in sorted(path.glob("model*.safetensors"))]
     done = subprocess.run(["sha256sum", *map(str, files)], capture_output=True, text=True, check=True)
     sums = [line.split()[0] for line in done.stdout.splitlines()]
     return sums[0] if len(sums) == 1 else hashlib.sha256(" ".join(sums).encode()).hexdigest()

@@ -23,21 +23,52 @@ from pathlib import Path
 from typing import Any
 
 from chaos.chaos import Budget, judge, recovered, run_to_end, tell, timed
-from chaos.live import ROOT, SLOW_REWARD, LiveRun, Seen, until
+from chaos.live import ROOT, SLOW_REWARD, SLOW_TASK, LiveRun, Seen, until
 
 RUN_ACTIVITIES = ("generating", "scoring", "training", "syncing", "checkpointing", "evaluating")
+_IDLE_OR_SCORING = ("scoring", "idle")
 CELLS = {
     "controller": RUN_ACTIVITIES,
     "redis": RUN_ACTIVITIES,
     "prompts": ("idle",),
     "rollout": ("generating", "syncing", "idle"),
-    "reward": ("scoring", "idle"),
-    "reference": ("scoring", "idle"),
+    "reward": _IDLE_OR_SCORING,
     "actor": ("training", "syncing", "checkpointing", "idle"),
     "recorder": ("evaluating", "idle"),
+    "critic": ("scoring", "training", "checkpointing", "idle"),
+    "reference": _IDLE_OR_SCORING,
+    "safety": _IDLE_OR_SCORING,
 }
+_SAFETY = {
+    "name": "safety",
+    "function": f"{SLOW_TASK}:safe",
+    "reads": ["response_text"],
+    "writes": {"safe": "bool"},
+    "keep": "safe",
+    "reason": "unsafe",
+}
+_OFTEN = (SLOW_REWARD, "checkpoint.keep=1000", "checkpoint.every_steps=2", "evaluate.every_steps=2")
 FAULTS = ("kill -9", "stop")
 _RECOVERY_S, _RUNS, _RUN_S = 120.0, 14, 600.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A recipe, and the roles that are disturbed in its runs."""
+
+    recipe: str
+    roles: tuple[str, ...]
+    overrides: tuple[str, ...] = _OFTEN
+
+
+PARTS = (
+    Part("tiny.yaml", ("controller", "redis", "prompts", "rollout", "reward", "actor", "recorder")),
+    Part(
+        "algorithms/ppo.yaml",
+        ("critic", "reference", "safety"),
+        (*_OFTEN, "algorithm.kl_coef=0.01", f"nodes={json.dumps([_SAFETY])}"),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -121,31 +152,19 @@ def table(done: Sequence[Done]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the undisturbed run, then disturbed ones until every cell is met."""
-    options = _options(argv)
-    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
-    print(f"seed {seed} (--seed {seed} repeats the draws)", flush=True)
-    rng = random.Random(seed)
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="rlmq-matrix-"))
-    often = [SLOW_REWARD, "checkpoint.keep=1000", "checkpoint.every_steps=2", "evaluate.every_steps=2"]
-    overrides = [f"train.steps={options.steps}", *often, *options.set]
-    kl = any(one.startswith("algorithm.kl_coef=") for one in options.set)
-    roles = [role for role in CELLS if (role != "reference" or kl) and (not options.roles or role in options.roles)]
-    cells = [Cell(role, activity, fault) for role in roles for activity in CELLS[role] for fault in FAULTS]
-    rng.shuffle(cells)
-    sweep = Sweep(cells[: options.cells], rng)
-    began = time.monotonic()
-    result: dict[str, Any] = {"seed": seed, "steps": options.steps, "recipe": options.recipe.name, "runs": 0}
-    calm = LiveRun(options.recipe, folder / "calm", overrides)
+def disturb(part: Part, sweep: Sweep, folder: Path, options: argparse.Namespace) -> tuple[int, list[str]]:
+    """Runs of a part until every open cell is met, after an undisturbed one: how many, and what was wrong."""
+    overrides = [f"train.steps={options.steps}", *part.overrides, *options.set]
+    recipe, runs = ROOT / "recipes" / part.recipe, 0
+    calm = LiveRun(recipe, folder / "calm", overrides)
     lives = [calm]
     faults: list[str] = []
     try:
         _, code = timed(calm, _RUN_S)
         faults += [] if code == 0 else [f"exit: the undisturbed run ended with {code}\n{calm.output[-2000:]}"]
-        while sweep.open and not faults and result["runs"] < _RUNS:
-            result["runs"] += 1
-            live = LiveRun(options.recipe, folder / f"run-{result['runs']}", overrides)
+        while sweep.open and not faults and runs < _RUNS:
+            runs += 1
+            live = LiveRun(recipe, folder / f"run-{runs}", overrides)
             lives.append(live)
             live.start()
             sweep.follow(live, _RUN_S)
@@ -156,14 +175,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         for live in lives:
             live.end()
     faults += [f"not recovered: {one.cell}" for one in sweep.done if one.recovered_s is None]
-    faults += [f"not met: {cell}" for cell in sweep.open]
+    return runs, [*faults, *(f"not met: {cell}" for cell in sweep.open)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Undisturbed runs, and disturbed ones until every cell is met."""
+    options = _options(argv)
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
+    print(f"seed {seed} (--seed {seed} repeats the draws)", flush=True)
+    rng = random.Random(seed)
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="rlmq-matrix-"))
+    result: dict[str, Any] = {"seed": seed, "steps": options.steps, "runs": 0}
+    began, done, faults = time.monotonic(), list[Done](), list[str]()
+    for part in PARTS:
+        roles = [role for role in part.roles if not options.roles or role in options.roles]
+        cells = [Cell(role, activity, fault) for role in roles for activity in CELLS[role] for fault in FAULTS]
+        rng.shuffle(cells)
+        sweep = Sweep(cells[: options.cells], rng)
+        if sweep.open and not faults:
+            runs, faults = disturb(part, sweep, folder / Path(part.recipe).stem, options)
+            done += sweep.done
+            result["runs"] += runs
     result["wall_s"] = round(time.monotonic() - began, 1)
-    summary = f"{options.recipe.name}, {options.steps} steps, seed {seed}: {len(sweep.done)} faults in "
-    summary += f"{result['runs']} runs, {result['wall_s']:.0f} s, {'see above' if faults else 'weights equal'}"
-    text = f"{table(sweep.done)}\n\n{summary}"
+    summary = f"Runs of {options.steps} steps, seed {seed}: {len(done)} faults in {result['runs']} runs, "
+    summary += f"{result['wall_s']:.0f} s, {'see above' if faults else 'weights equal'}"
+    text = f"{table(done)}\n\n{summary}"
     tell(text, faults, folder, keep=options.folder is not None)
     if options.json is not None:
-        options.json.write_text(json.dumps({**result, "faults": faults, "cells": [asdict(d) for d in sweep.done]}))
+        options.json.write_text(json.dumps({**result, "faults": faults, "cells": [asdict(d) for d in done]}))
     if options.markdown is not None:
         options.markdown.write_text(text + "\n")
     if not faults and options.folder is None:
@@ -173,12 +212,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make matrix", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "tiny.yaml")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--cells", type=int, help="so many of the cells, drawn; none: all")
+    parser.add_argument("--cells", type=int, help="so many of each recipe's cells, drawn; none: all")
     parser.add_argument("--roles", nargs="*", default=[], help="cells of these roles only")
     parser.add_argument("--seed", type=int, help="of the draws; none: a new one")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides of the recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides of the recipes")
     parser.add_argument(
         "--folder", type=Path, help="where the runs go; none: a temporary one, kept after a failure"
     )

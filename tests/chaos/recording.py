@@ -69,10 +69,10 @@ def batch_log(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line)["entry"] for line in lines[:-1]]
 
 
-def checkpoints(run: Path) -> list[tuple[int, Path, dict[str, Any]]]:
+def checkpoints(run: Path, kind: str = "checkpoints") -> list[tuple[int, Path, dict[str, Any]]]:
     """Step, folder and manifest of every checkpoint, by step."""
     found = []
-    for path in sorted(run.glob("checkpoints/*")):
+    for path in sorted(run.glob(f"{kind}/*")):
         match = _CHECKPOINT.fullmatch(path.name)
         if match:
             found.append((int(match[1]), path, json.loads((path / "manifest.json").read_bytes())))
@@ -142,9 +142,16 @@ def _versions(rows: dict[str, list[Row]], max_staleness: int) -> Iterator[str]:
 
 
 def _ancestry(run: Path, log: list[dict[str, Any]], steps: int) -> Iterator[str]:
-    chain = checkpoints(run)
+    for kind in ("checkpoints", "critic_checkpoints"):
+        if kind == "checkpoints" or (run / kind).is_dir():
+            yield from _chain(checkpoints(run, kind), log, steps, kind)
+
+
+def _chain(
+    chain: list[tuple[int, Path, dict[str, Any]]], log: list[dict[str, Any]], steps: int, kind: str
+) -> Iterator[str]:
     if not chain or chain[-1][0] != steps:
-        yield f"ancestry: checkpoints {[step for step, _, _ in chain]}, expected one of step {steps}"
+        yield f"ancestry: {kind} {[step for step, _, _ in chain]}, expected one of step {steps}"
         return
     covered = [i for _, _, manifest in chain for i in manifest["rows"]]
     logged = [i for entry in log for i in entry["rows"]]
@@ -152,7 +159,7 @@ def _ancestry(run: Path, log: list[dict[str, Any]], steps: int) -> Iterator[str]
         twice = [i for i, n in Counter(covered).items() if n > 1]
         yield from _named("ancestry", twice, "samples are covered by several checkpoints")
         yield from _named("ancestry", set(logged) - set(covered), "logged samples are covered by no checkpoint")
-        yield "ancestry: the checkpoints' rows are not the batch log's"
+        yield f"ancestry: the rows of {kind} are not the batch log's"
     for _, path, manifest in chain:
         for name, expected in manifest["files"].items():
             if hashlib.sha256((path / name).read_bytes()).hexdigest() != expected:

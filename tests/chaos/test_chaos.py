@@ -24,7 +24,9 @@ def test_a_run_with_kills_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Pat
 
 def test_a_role_that_is_killed_and_stopped_recovers(tmp_path: Path) -> None:
     told = tmp_path / "matrix.json"
-    code = matrix.main([*TINY, "--roles", "reward", "--cells", "2", "--folder", str(tmp_path), "--json", str(told)])
+    code = matrix.main(
+        ["--steps", "3", "--roles", "reward", "--cells", "2", "--folder", str(tmp_path), "--json", str(told)]
+    )
     result = json.loads(told.read_text())
     assert code == 0, result["faults"]
     assert len(result["cells"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 
@@ -134,3 +135,14 @@ def test_a_close_that_raises_does_not_keep_others_from_closing(echo):
         assert "was told to fail at close" in run.text(name)
     for name in ("rollout-1", "reward-0", "actor-0", "recorder-0"):
         assert "error" not in run.text(name)
+
+
+def test_a_deadline_that_is_over_names_who_holds_the_rows(echo):
+    """And after it the same command goes on."""
+    limits = ("deadlines.step_s=3", "deadlines.drain_s=1")
+    run = echo(*limits, echo=Echo(fail_at=[FailAt("rollout-1", "after_claim", 5, signal="STOP")]), steps=8)
+    assert run.wait(60) == ExitCode.DEADLINE, run.state()
+    assert re.search(r"rows of stage \w+ in table \w+ waits for rollout", run.output), run.output
+    assert re.search(r"rollout-1 holds \d rows of stage rollout, no progress for", run.output), run.output
+    run.start()
+    run.check()

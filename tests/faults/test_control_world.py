@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import signal
@@ -43,14 +44,16 @@ def test_a_server_that_comes_back_empty_ends_the_run_and_says_so(echo):
 
 
 @pytest.mark.faults_long
-def test_a_server_file_that_is_damaged_ends_the_run_and_names_the_remedy(echo):
+def test_a_server_file_that_is_damaged_ends_the_run_and_names_the_remedy(echo, rng):
     """Fault 16: Redis refuses to start with garbage in the middle of its file."""
     run = echo(steps=200)
     run.until_step(2)
     pid = run.send(SERVER, signal.SIGSTOP)
     [file] = (run.run / "redis" / "appendonlydir").glob("*.incr.aof")
     data = bytearray(file.read_bytes())
-    data[len(data) // 2 : len(data) // 2 + 64] = b"\xff" * 64
+    heads = [found.start() for found in re.finditer(rb"\r\n\*\d+\r\n\$\d+\r\n", data)]
+    at = rng.choice(heads[len(heads) // 4 :]) + 2  # not inside of a value: a server does not look at these
+    data[at : at + 4] = b"\x00\xff??"
     file.write_bytes(data)
     run.signal(pid, signal.SIGKILL)
     assert run.wait(120) == ExitCode.DEPENDENCY, run.state()

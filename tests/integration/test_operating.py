@@ -36,12 +36,13 @@ threading.Thread(target=watch, daemon=True).start()
 """
 """Each process of the run imports it: while a file with its pid is there, its main thread does nothing else."""
 
-STOPPED = ("rollout-0", "redis-0", "controller-0", "supervisor", "actor-0", "reward-0")
+STOPPED = ("rollout-0", "redis-0", "controller-0", "supervisor", "actor-0", "critic-0", "reference-0", "reward-0")
 
 
-def started(cli: Any, name: str, *words: str) -> Any:
+def started(cli: Any, name: str, *words: str, recipe: str = "tiny.yaml") -> Any:
     """A run of many steps that has trained some."""
-    process = cli.start("up", cli.tiny, "train.steps=3000", "evaluate.every_steps=0", f"run.name={name}", *words)
+    options = ("train.steps=3000", "evaluate.every_steps=0", f"run.name={name}", *words)
+    process = cli.start("up", cli.root / "recipes" / recipe, *options)
     cli.wait_until(lambda: list((cli.folder / "runs").glob(f"{name}-*/metrics.jsonl")), "the run has begun", 110)
     goes_on(cli, name)
     return process
@@ -73,8 +74,8 @@ def told(cli: Any, name: str, culprit: str, words: str, verdicts: Sequence[str] 
 
 
 def test_whoever_is_stopped_is_named_and_goes_on(cli: Any) -> None:
-    # given a run that moves
-    process = started(cli, "held")
+    # given a run that moves, of an algorithm that has every role
+    process = started(cli, "held", "algorithm.kl_coef=0.01", recipe="algorithms/ppo.yaml")
     pids = {name: state.pid for name, state in look_at(cli.folder / "runs", "held").evidence.processes.items()}
     assert set(STOPPED) <= set(pids)
     for name in STOPPED:
