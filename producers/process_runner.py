@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -87,6 +87,7 @@ class ProcessRewardRunner(RewardRunner):
             return replace(verdicts, timed_out=timed_out)
         values: list[float | None] = []
         notes: list[str] = []
+        fields: list[dict[str, Any]] = []
         timeouts = 0
         for index, row in enumerate(rows):
             if timeouts == GREATEST_TIMEOUTS:
@@ -96,9 +97,11 @@ class ProcessRewardRunner(RewardRunner):
             verdict, timed_out = self._call([row])
             timeouts += timed_out
             values += verdict.values
+            fields += verdict.fields or [{}]
             notes += [verdict.failure] if verdict.failure else list(verdict.notes)
         failure = notes[0] if notes and all(value is None for value in values) else ""
-        return Verdicts(values, failure, tuple(notes), timed_out=timeouts > 0)
+        fields += [{}] * (len(rows) - len(fields))
+        return Verdicts(values, failure, tuple(notes), timeouts > 0, tuple(fields) if any(fields) else ())
 
     def close(self) -> None:
         """End its process."""
@@ -141,9 +144,9 @@ class ProcessRewardRunner(RewardRunner):
         except OSError as error:
             raise ConnectionError(self._how_it_ended()) from error
         reply = self._receive(connection, deadline, ScoreReply)
-        if reply.call != self._calls or len(reply.values) != len(rows):
+        if reply.call != self._calls or len(reply.values) != len(rows) or len(reply.fields) not in (0, len(rows)):
             raise DecodeError(self._subject, got="an answer to another call", expected=f"call {self._calls}")
-        return Verdicts(reply.values, reply.failure, tuple(reply.notes))
+        return Verdicts(reply.values, reply.failure, tuple(reply.notes), fields=tuple(reply.fields))
 
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()

@@ -145,14 +145,16 @@ class Scorer:
         try:
             returned = self._function(rows)
             # A generator runs the user's code only now.
-            values, failure, notes = to_numbers(returned, len(rows), self._spec)
+            found = to_numbers(returned, len(rows), self._spec)
         except MissingColumn as error:
             return self._failed(request, len(rows), f"{self._spec}: {error}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             message = str(user_error(error, self._file, subject=self._spec)).removesuffix(" Correct this line.")
             self._tell(message)
             return self._failed(request, len(rows), message)
-        return ScoreReply(call=request.call, values=values, failure=failure, notes=notes)
+        return ScoreReply(
+            call=request.call, values=found.values, failure=found.failure, notes=found.notes, fields=found.fields
+        )
 
     def _failed(self, request: ScoreRequest, count: int, failure: str) -> ScoreReply:
         return ScoreReply(call=request.call, values=[None] * count, failure=failure)

@@ -36,12 +36,15 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One value per row, None where there is none; `failure` explains a whole call, `notes` single rows."""
+    """One value per row, None where there is none; `failure` explains a whole call, `notes` single rows.
+
+    `fields`: one mapping per row, of what was beside a score; [] where no row had anything."""
 
     call: int
     values: list[float | None]
     failure: str = ""
     notes: list[str] = []
+    fields: list[dict[str, Any]] = []
 
 
 def encode_rows(rows: list[tuple[Any, str, dict[str, Any]]]) -> str:

@@ -1,4 +1,4 @@
-"""Reward functions run in killable processes of their own: a time-out or a crash is *no verdict*, never 0."""
+"""What scores rows. Functions run in killable processes of their own: a time-out or a crash is no verdict."""
 
 from __future__ import annotations
 
@@ -22,13 +22,31 @@ class Verdicts:
     """One value per row, None where there is no verdict.
 
     `failure` says why a whole call gave none, `notes` what was wrong with single rows (NaN, a row that raised);
-    `timed_out`: some have none because the time was over.
+    `timed_out`: some have none because the time was over. `fields`: by row, what the function's dicts had beside
+    their scores; () where no row had anything.
     """
 
     values: list[float | None]
     failure: str = ""
     notes: tuple[str, ...] = ()
     timed_out: bool = False
+    fields: tuple[dict[str, Any], ...] = ()
+
+
+class ColumnRunner:
+    """A column that is a reward as it stands; nothing runs."""
+
+    def __init__(self, name: str, column: str) -> None:
+        self.name = name
+        self._column = column
+
+    def score(self, rows: Sequence[RewardRow]) -> Verdicts:
+        """The column's numbers; null is no verdict."""
+        found = [row.fields[self._column] for row in rows]
+        return Verdicts([None if value is None else float(value) for value in found])
+
+    def close(self) -> None:
+        """There is no process."""
 
 
 class RewardRunner(Protocol):

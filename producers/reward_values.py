@@ -11,8 +11,10 @@ import itertools
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+_MOST_CHARACTERS = 1000  # of a text beside a score
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,18 @@ def to_number(value: Any) -> float | None:
         raise UnusableValue(f"a {_kind(value)} that is no float64 ({error})") from error
 
 
-def to_numbers(returned: Any, expected: int, function: str) -> tuple[list[float | None], str, list[str]]:
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a call returned: a value per row; the failure of the whole call (then all values are None); notes about
+    single rows; and the further fields of rows that came as dicts ({} for the others; [] where no row has any)."""
+
+    values: list[float | None]
+    failure: str = ""
+    notes: list[str] = field(default_factory=list)
+    fields: list[dict[str, Any]] = field(default_factory=list)
+
+
+def to_numbers(returned: Any, expected: int, function: str) -> Numbers:
     """A whole call's return value as one number per row.
 
     Args:
@@ -63,19 +76,17 @@ def to_numbers(returned: Any, expected: int, function: str) -> tuple[list[float 
         expected: number of rows that it was given.
         function: its name, for messages.
 
-    Returns:
-        Values, the failure of the whole call (then all values are None), and notes about single rows. NaN and
-        infinities are no verdict for their row, with a note.
+    NaN and infinities are no verdict for their row, with a note.
     """
     nothing: list[float | None] = [None] * expected
     items = _items(returned, expected)
     if items is None:
-        return nothing, f"{function}: expected {expected} values, got 1 ({_describe(returned)})", []
+        return Numbers(nothing, f"{function}: expected {expected} values, got 1 ({_describe(returned)})")
     if len(items) != expected:
         count = (
             f"{len(items)}" if len(items) < expected or hasattr(returned, "__len__") else f"more than {expected}"
         )
-        return nothing, f"{function}: expected {expected} values, got {count}", []
+        return Numbers(nothing, f"{function}: expected {expected} values, got {count}")
     values: list[float | None] = []
     notes: list[str] = []
     for row, item in enumerate(items):
@@ -86,12 +97,30 @@ def to_numbers(returned: Any, expected: int, function: str) -> tuple[list[float 
         try:
             value = to_number(item)
         except UnusableValue as error:
-            return nothing, f"{function}: row {row}: expected a number or None, got {error}", []
+            return Numbers(nothing, f"{function}: row {row}: expected a number or None, got {error}")
         if value is not None and not math.isfinite(value):
             notes.append(f"{function}: row {row}: expected a finite number, got {value}")
             value = None
         values.append(value)
-    return values, "", notes
+    fields = [further_fields(item) for item in items]
+    return Numbers(values, "", notes, fields if any(fields) else [])
+
+
+def further_fields(item: Any) -> dict[str, Any]:
+    """What a dict has beside its `score`: numbers, texts (cut at 1000 characters), None; other values as text."""
+    given = item.items() if isinstance(item, Mapping) else ()
+    return {str(name): _plain(value) for name, value in given if name != "score"}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    try:
+        number = to_number(value)
+    except UnusableValue:
+        return str(value)[:_MOST_CHARACTERS]
+    exact = isinstance(value, int) and abs(value) < 1 << 63  # what a message holds
+    return value if exact else number if number is not None and math.isfinite(number) else None
 
 
 def _items(returned: Any, expected: int) -> list[Any] | None:

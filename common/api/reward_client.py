@@ -25,11 +25,13 @@ class Scores:
         rewards: the weighted sum per row.
         components: by name of the scorer, its value per row, without its weight.
         reasons: why there is no verdict, where there is none.
+        fields: by name of the scorer and row, what its dicts had beside their scores.
     """
 
     rewards: list[float | None]
     components: dict[str, list[float | None]]
     reasons: list[str] = field(default_factory=list)
+    fields: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 class RewardClient:
@@ -86,15 +88,16 @@ class RewardClient:
             RewardRow(row.get("prompt", ""), row["response"], {k: v for k, v in row.items() if k not in known})
             for row in rows
         ]
-        components, reasons = {}, []
+        components, reasons, fields = {}, [], {}
         for runner in self._runners:
             verdicts = runner.score(plain)
             components[runner.name] = verdicts.values
+            fields |= {runner.name: list(verdicts.fields)} if verdicts.fields else {}
             reasons += [verdicts.failure] if verdicts.failure else list(verdicts.notes)
         weights = [block.weight for block in self._blocks]
         ensembles = [block.ensemble for block in self._blocks]
         parts = zip(*components.values(), strict=True)
-        return Scores([total(weights, values, ensembles) for values in parts], components, reasons)
+        return Scores([total(weights, values, ensembles) for values in parts], components, reasons, fields)
 
     def close(self) -> None:
         """End the scorers' processes."""

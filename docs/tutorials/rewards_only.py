@@ -19,7 +19,7 @@ def correct(completions: list[str], answer: list[str | None], **_: Any) -> list[
 
 
 def compute_score(data_source: Any, solution_str: str, ground_truth: Any = None, extra_info: Any = None) -> Any:
-    """verl's signature, once a row; further fields beside the score are kept as figures."""
+    """verl's signature, once a row; further fields beside the score are kept."""
     return {"score": 1.0 / max(1, len(solution_str)), "characters": len(solution_str)}
 
 
@@ -29,3 +29,4 @@ if __name__ == "__main__":
     for row, reward in zip(ROWS, scores.rewards, strict=True):
         print(f"{row['response']}: {reward:g}")
     print(scores.components)
+    print(scores.fields)

@@ -75,6 +75,33 @@ def test_dicts_and_numbers_may_alternate(folder: Path, reverse: bool) -> None:
         scores = client.score(rows)
 
     assert scores.rewards == [0.25 if one["data_source"] == "a" else 0.5 for one in rows]
+    # what a dict has beside its score is kept, and nothing is made up for the others
+    dicts = [one["response"] if one["data_source"] == "b" else None for one in rows]
+    expected = [{} if text is None else {"pred": text[:3], "acc": True} for text in dicts]
+    assert scores.fields == {"compute_score": expected}
+
+
+def test_further_fields_are_plain_values(folder: Path) -> None:
+    (folder / "odd.py").write_text(
+        "import numpy as np\n"
+        "def odd(completions, **_):\n"
+        "    return [{'score': None, 'n': np.float32(0.5), 'b': np.bool_(True), 'big': 1 << 80, 'nan': float('nan'),\n"
+        "             'text': 'x' * 5000, 'many': [1, 2], 3: None, 'int': 7}, 1.0]\n"
+    )
+    with rlmq.RewardClient(["odd.py:odd"], folder=folder) as client:
+        scores = client.score([row("x"), row("y")])
+
+    assert scores.rewards == [None, 1.0]
+    plain = {
+        "n": 0.5,
+        "b": 1.0,
+        "big": float(1 << 80),
+        "nan": None,
+        "text": "x" * 1000,
+        "many": "[1, 2]",
+        "3": None,
+    }
+    assert scores.fields == {"odd": [{**plain, "int": 7}, {}]}
 
 
 def test_a_dict_without_a_score_is_named_with_its_row(folder: Path) -> None:
