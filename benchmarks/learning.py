@@ -2,21 +2,20 @@
 
 A recipe states it in a block of its own:
 
-    x-learning: {figure: reward_mean, at_least: 0.6, within_steps: 20}
+    x-learning: {figure: reward_mean, at_least: 0.8, within_steps: 20, shuffled: ["reward.0.function=…:shuffled"]}
 
-The figure is the mean over three steps of that key of `metrics.jsonl` (`at_most` for one that shall fall).
+The figure is the mean over three steps of that key of `metrics.jsonl` (`at_most` for one that shall fall). `shuffled`
+is what is set for runs that must not learn, since their rewards, answers or preferences are other rows'; their figure
+at the end is told as a part of what is stated (the other way round where it shall fall).
 
     RLMQ_BENCH_SEEDS=1,2,3 rlmq bench learning -- [NAME ...]
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,10 +23,9 @@ from typing import Any
 import yaml
 
 from benchmarks.result import BenchResult, Cell
+from benchmarks.training_run import AT_ONCE, training_steps
 
-_ROOT = Path(__file__).resolve().parent.parent
-_RECIPES = _ROOT / "recipes" / "algorithms"
-_TIMEOUT_S = 1800
+_RECIPES = Path(__file__).resolve().parent.parent / "recipes" / "algorithms"
 _MEAN_OVER = 3
 
 
@@ -35,41 +33,63 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
     """Run every recipe, or those named, with every seed of `RLMQ_BENCH_SEEDS`."""
     seeds = [int(seed) for seed in os.environ.get("RLMQ_BENCH_SEEDS", "1,2,3").split(",")]
     chosen = [path for path in sorted(_RECIPES.glob("*.yaml")) if not arguments or path.stem in arguments]
+    stated = {path: yaml.safe_load(path.read_text("utf-8"))["x-learning"] for path in chosen}
     rows: list[dict[str, Cell]] = []
-    late: dict[str, float] = {}
-    for path in chosen:
-        stated = yaml.safe_load(path.read_text())["x-learning"]
-        reached = [_reached(path, seed, stated) for seed in seeds]
-        within = int(stated["within_steps"])
-        wanted = f"at least {stated['at_least']}" if "at_least" in stated else f"at most {stated['at_most']}"
-        row: dict[str, Cell] = {"recipe": path.stem, "figure": stated["figure"], "stated": f"{wanted} by {within}"}
-        rows.append(row | {f"seed {seed}": step or "never" for seed, step in zip(seeds, reached, strict=True)})
-        late[f"{path.stem}: steps / stated steps, limit 1"] = max(
-            (step or 10 * within) / within for step in reached
-        )
-    return BenchResult("learning", rows, late)
+    ratios: dict[str, float] = {}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        runs = {
+            path: [
+                [pool.submit(_figures, path, seed, stated[path], options) for seed in seeds]
+                for options in ((), stated[path]["shuffled"])
+            ]
+            for path in chosen
+        }
+        for path, (real, shuffled) in runs.items():
+            row, own = _judged(path.stem, stated[path], seeds, _all(real), _all(shuffled))
+            rows.append(row)
+            ratios |= own
+    return BenchResult("learning", rows, ratios)
 
 
-def _reached(path: Path, seed: int, stated: dict[str, Any]) -> int | None:
-    """The step by which the figure is as stated; None when it never is."""
-    figures = [line[stated["figure"]] for line in _metrics(path, seed, int(stated["within_steps"]))]
-    for step in range(_MEAN_OVER, len(figures) + 1):
-        mean = fmean(figures[step - _MEAN_OVER : step])
-        if mean >= stated.get("at_least", float("inf")) or mean <= stated.get("at_most", float("-inf")):
-            return step
-    return None
+def _all(runs: Sequence[Future[list[float]]]) -> list[list[float]]:
+    return [one.result() for one in runs]
 
 
-def _metrics(path: Path, seed: int, steps: int) -> list[dict[str, Any]]:
-    """Lines of the run's training steps, in order."""
-    with tempfile.TemporaryDirectory(prefix="rlmq-learning-") as folder:
-        command = [sys.executable, "-m", "rlmq.cli", "up", str(path), "--fresh", f"run.folder={folder}"]
-        options = [f"run.seed={seed}", "run.name=learning", f"train.steps={steps}", "evaluate.every_steps=0"]
-        done = subprocess.run(
-            [*command, *options], cwd=_ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-        if done.returncode != 0:
-            raise RuntimeError(done.stderr)
-        lines = (Path(folder) / "learning-1" / "metrics.jsonl").read_text().splitlines()
-    steps_of = {line["step"]: line for line in map(json.loads, lines) if line["kind"] == "train"}
-    return [steps_of[step] for step in sorted(steps_of)]
+def _figures(path: Path, seed: int, stated: Mapping[str, Any], options: Sequence[str]) -> list[float]:
+    """Means of the figure over the steps up to each, from the first that has them."""
+    lines = training_steps(path, seed, [f"train.steps={stated['within_steps']}", *options])
+    figures = [float(line[stated["figure"]]) for line in lines]
+    return [fmean(figures[end - _MEAN_OVER : end]) for end in range(_MEAN_OVER, len(figures) + 1)]
+
+
+def _judged(
+    name: str,
+    stated: Mapping[str, Any],
+    seeds: Sequence[int],
+    real: Sequence[Sequence[float]],
+    shuffled: Sequence[Sequence[float]],
+) -> tuple[dict[str, Cell], dict[str, float]]:
+    """A line of the table, and its ratios."""
+    rises, within = "at_least" in stated, int(stated["within_steps"])
+    limit = float(stated["at_least" if rises else "at_most"])
+    steps = [
+        next((step for step, mean in enumerate(own, _MEAN_OVER) if (mean >= limit) == rises or mean == limit), None)
+        for own in real
+    ]
+    ends = [own[-1] for own in shuffled]
+    row: dict[str, Cell] = {
+        "recipe": name,
+        "figure": stated["figure"],
+        "stated": f"{'at least' if rises else 'at most'} {limit:g} by step {within}",
+    }
+    row |= {f"seed {seed}": step or "never" for seed, step in zip(seeds, steps, strict=True)}
+    row["then, at the end"] = _span([own[-1] for own in real])
+    row["shuffled, at the end"] = _span(ends)
+    return row, {
+        f"{name}: steps / stated steps, limit 1": max((step or 10 * within) / within for step in steps),
+        f"{name}: shuffled / stated, limit 0.8": max(end / limit if rises else limit / end for end in ends),
+    }
+
+
+def _span(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"

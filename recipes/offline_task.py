@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 _THINGS = ("bird", "boat", "book", "bread", "cloud", "door", "fish", "fox", "gate", "hill", "lamp", "leaf")
@@ -19,4 +20,21 @@ def pairs() -> list[dict[str, Any]]:
     for number, row in enumerate(answered()):
         prompt = [{"role": "user", "content": row["prompt"]}] if number % 2 else row["prompt"]
         found.append({"prompt": prompt, "chosen": row["response"], "rejected": f"{number} {number * 7919}"})
+    return found
+
+
+def shuffled_answers() -> list[dict[str, Any]]:
+    """480 rows, each with the answer to another prompt: what comes after which prompt cannot be learned."""
+    draw = random.Random(0)
+    return [{**row, "response": f"a {draw.choice(_THINGS)}"} for _ in range(20) for row in answered()]
+
+
+def shuffled_pairs() -> list[dict[str, Any]]:
+    """480 pairs, half of them the wrong way round: which one is better cannot be learned."""
+    draw = random.Random(0)
+    found: list[dict[str, Any]] = []
+    for row in (row for _ in range(20) for row in pairs()):
+        wrong = draw.random() < 0.5
+        chosen, rejected = (row["rejected"], row["chosen"]) if wrong else (row["chosen"], row["rejected"])
+        found.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected})
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 _THINGS = ("bird", "boat", "book", "bread", "cloud", "door", "fish", "fox", "gate", "hill", "lamp", "leaf")
@@ -26,6 +27,26 @@ def letters(completions: list[str], **_: Any) -> list[float]:
 def early_letters(completions: list[str], **_: Any) -> list[float]:
     """The share of characters from a to m: as a cost, it conflicts with `letters`."""
     return [sum("a" <= c <= "m" for c in text) / max(1, len(text)) for text in completions]
+
+
+def liked(completions: list[str], **_: Any) -> list[float]:
+    """1 - (1 - share of letters)^2: the first letters are liked best, and each is still liked."""
+    return [1.0 - (1.0 - share) ** 2 for share in letters(completions)]
+
+
+def shuffled(completions: list[str], **_: Any) -> list[float]:
+    """`letters` of other responses: there is nothing to learn, and the mean is the right one."""
+    return _shuffled(letters(completions), completions)
+
+
+def shuffled_liked(completions: list[str], **_: Any) -> list[float]:
+    """`liked` of other responses."""
+    return _shuffled(liked(completions), completions[::-1])
+
+
+def _shuffled(scores: list[float], completions: list[str]) -> list[float]:
+    random.Random("\n".join(completions)).shuffle(scores)
+    return scores
 
 
 def _rows(things: tuple[str, ...]) -> list[dict[str, Any]]:
