@@ -4,9 +4,9 @@ A recipe states it in a block of its own:
 
     x-learning: {figure: reward_mean, at_least: 0.8, within_steps: 20, shuffled: ["reward.0.function=…:shuffled"]}
 
-The figure is the mean over three steps of that key of `metrics.jsonl` (`at_most` for one that shall fall). `shuffled`
-is what is set for runs that must not learn, since their rewards, answers or preferences are other rows'; their figure
-at the end is told as a part of what is stated (the other way round where it shall fall).
+The figure is the mean over three steps of that key of `metrics.jsonl` (`at_most` for one that shall fall).
+`shuffled` is what is set for runs that must not learn, since their rewards, answers or preferences are other rows';
+their figure at the end is told as a part of what is stated (the other way round where it shall fall).
 
     RLMQ_BENCH_SEEDS=1,2,3 rlmq bench learning -- [NAME ...]
 """

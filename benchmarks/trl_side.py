@@ -4,7 +4,8 @@
     PYTHON -m benchmarks.trl_side train SETTINGS.json RESULTS.json
 
 `losses`: TRL's own methods compute the loss and its gradient, or the advantages, of given numbers; what would come
-from a model is replaced by these numbers. `train`: TRL's GRPO trains a model; the results are the mean rewards by step.
+from a model is replaced by these numbers. `train`: TRL's GRPO trains a model; the results are the mean rewards by
+step.
 """
 
 from __future__ import annotations
