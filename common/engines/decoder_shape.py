@@ -12,7 +12,7 @@ Boundaries are `floor(r·n / t)`, so that the part of a coarser cut is exactly t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlmq.common.errors import UsageError
@@ -39,6 +39,10 @@ class Place:
     tps: int = 1
     pp: int = 0
     pps: int = 1
+
+    def of_rank(self, part: int) -> Place:
+        """The place of another tensor rank of this stage."""
+        return replace(self, tp=part)
 
     @property
     def first(self) -> bool:

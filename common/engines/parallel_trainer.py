@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
@@ -32,6 +33,8 @@ from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import LossFunction, LossTerms, MicroBatch, PolicyOutput, StepStats
 from rlmq.common.errors import IntegrityError
 from rlmq.common.layouts.layout import Box, Layout
+from rlmq.common.layouts.part import WeightPart, part_of
+from rlmq.common.layouts.views import Shards
 from rlmq.common.weights import TensorSpec, WeightManifest
 
 if TYPE_CHECKING:
@@ -219,6 +222,18 @@ class ParallelEngine(TorchEngine):
 
     def _total_norm(self, gradients: list[torch.Tensor]) -> float:
         return self._gradients.norm()
+
+    def named_shards(self, kind: Literal["training", "generation"]) -> Shards:
+        """Views of this rank's shards in Hugging Face's orientation, as `layouts[kind]` has them."""
+        tensors = self.memory.training if kind == "training" else self.memory.generation
+        shards = {name: [named(self._tensors[name], value)] for name, value in tensors.items()}
+        return Shards(self.layouts[kind], self.groups.rank, shards)
+
+    def part(self) -> WeightPart:
+        """See `TorchEngine.part`."""
+        tied = {HEAD: EMBEDDING} if self.shape.tied else {}
+        note = part_of(self.layouts["training"], self.groups.rank)
+        return WeightPart(replace(note, aliases=tied), self.named_shards("training"))
 
     # -- names ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ class ShardGradients:
         place = groups.place
         tensors = {tensor.name: tensor for tensor in shape.tensors() if tensor.name in weights}
         keys_shared = any(
-            set(shape.kv_heads_at(replace(place, tp=i))) & set(shape.kv_heads_at(replace(place, tp=i + 1)))
+            set(shape.kv_heads_at(place.of_rank(i))) & set(shape.kv_heads_at(place.of_rank(i + 1)))
             for i in range(place.tps - 1)
         )
         self._partial = [t for t in tensors.values() if t.partial or (t.along == "keys" and keys_shared)]
@@ -41,7 +40,7 @@ class ShardGradients:
         if tensor.along == "whole":
             return slice(None) if place.tp == 0 else nothing
         own = self._shape.box(tensor, place)
-        before = self._shape.box(tensor, replace(place, tp=place.tp - 1)) if place.tp else None
+        before = self._shape.box(tensor, place.of_rank(place.tp - 1)) if place.tp else None
         assert own is not None
         first = 0 if before is None else max(0, before.stop[tensor.dim] - own.start[tensor.dim])
         return slice(first, None)

@@ -19,10 +19,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from unit.common.engines.torch_rows import block, micro_batches, rows_of
 
-from rlmq.common.engines.mesh_groups import MeshGroups, training_groups
+from rlmq.common.engines.causal_forward import CausalForward
+from rlmq.common.engines.decoder_shape import generation_places
+from rlmq.common.engines.generation import Request, Sampling
+from rlmq.common.engines.hybrid import Decoding, HybridEngine
+from rlmq.common.engines.mesh_groups import MeshGroups, generation_groups, training_groups
 from rlmq.common.engines.parallel_trainer import ParallelEngine
 from rlmq.common.engines.training import LossTerms, MicroBatch, PolicyOutput
+from rlmq.common.errors import DependencyError, RestartRequired
 from rlmq.common.layouts.layout import MeshShape
+from rlmq.common.layouts.zero_redundancy import Grouping
 
 ROWS, STEPS, CLIP = 11, 3, 0.7
 SPLIT = ((0, 1, 2), (3,), (4, 5, 6, 7), (8, 9), (10,))
@@ -69,11 +75,13 @@ def engine_of(task: Mapping[str, Any], groups: MeshGroups, folder: str, **more: 
     return ParallelEngine(folder, block(**keys), groups, temperature=0.8, **more)
 
 
-def train(engine: ParallelEngine, groups: MeshGroups, steps: Sequence[int]) -> Iterator[dict[str, float]]:
+def train(
+    engine: ParallelEngine, groups: MeshGroups, steps: Sequence[int], splits: Sequence[Sequence[int]] = SPLIT
+) -> Iterator[dict[str, float]]:
     """Steps on the rows of this replica; each step has rows of its own."""
     for step in steps:
         rows = rows_of(ROWS + step)
-        split = SPLIT[groups.mesh.place(groups.rank)[2] :: groups.mesh.dp]
+        split = splits[groups.mesh.place(groups.rank)[2] :: groups.mesh.dp]
         sums = [engine.accumulate(batch, loss).get("loss", 0.0) for batch in micro_batches(rows, split)]
         yield {"loss": sum(sums), "grad_norm": engine.step((tokens_of(rows),)).grad_norm}
 
@@ -110,7 +118,115 @@ def save(engine: ParallelEngine, model: Path, folder: Path, rank: int) -> None:
         (folder / "config.json").write_bytes((model / "config.json").read_bytes())
 
 
-TASKS: dict[str, Callable[[Rank, Mapping[str, Any], Path], dict[str, Any]]] = {"steps": steps}
+def plain(here: Rank, task: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    """The steps of `switch` without one."""
+    mesh = mesh_of(task["mesh"])
+    if here.rank < mesh.size:
+        groups = here.groups(mesh)
+        engine = engine_of(task, groups, task["model"])
+        list(train(engine, groups, [0, 1], SPLIT[:2]))
+        save(engine, Path(task["model"]), out / "after", here.rank)
+    return {}
+
+
+def switch(here: Rank, task: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    """Steps, a switch to `pp, tp` and back, one more step; what was seen on the way."""
+    mesh = mesh_of(task["mesh"])
+    if here.rank >= mesh.size:
+        return {}
+    groups, grouping = here.groups(mesh), Grouping(mesh, task["pp"], task["tp"])
+    engine = engine_of(task, groups, task["model"], generation=generation_places(grouping))
+    hybrid = HybridEngine(
+        engine,
+        generation_groups(grouping, here.rank, here.make),
+        Decoding(pad_id=0, eos_ids=(64,), max_batch=4),
+        bucket_bytes=1 << 16,
+    )
+    list(train(engine, groups, [0], SPLIT[:2]))
+    save(engine, Path(task["model"]), out / "served", here.rank)
+    own = {name: (weight.data_ptr(), weight.clone()) for name, weight in engine.memory.training.items()}
+    with hybrid.generation(version=7) as generator:
+        peak = hybrid.ledger.balance_bytes
+        logits = next_logits(generator)
+        responses = generate(generator)
+    kept = {
+        name: w.data_ptr() == own[name][0] and torch.equal(w, own[name][1])
+        for name, w in engine.memory.training.items()
+    }
+    list(train(engine, groups, [1], SPLIT[:2]))
+    save(engine, Path(task["model"]), out / "after", here.rank)
+    return {
+        "logits": logits,
+        "responses": responses,
+        "changed": [name for name, same in kept.items() if not same],
+        "sent": hybrid.switched.bytes,
+        "foreign": peak,
+        "balance": hybrid.ledger.balance_bytes,
+        "replica": next(i for i, ranks in enumerate(grouping.replicas) if here.rank in ranks),
+    }
+
+
+def fail(here: Rank, task: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    """A switch for which rank 1 lacks the memory, then one that works, then one in which rank 2 dies."""
+    mesh = mesh_of(task["mesh"])
+    if here.rank >= mesh.size:
+        return {}
+    groups, grouping = here.groups(mesh), Grouping(mesh, task["pp"], task["tp"])
+    engine = engine_of(task, groups, task["model"], generation=generation_places(grouping))
+    replica, decoding = generation_groups(grouping, here.rank, here.make), Decoding(0, (64,), 4)
+    found = {}
+    too_little = HybridEngine(engine, replica, decoding, bucket_bytes=1 << (46 if here.rank == 1 else 16))
+    try:
+        with too_little.generation():
+            found["entered"] = "yes"
+    except DependencyError as error:
+        found["failed"] = str(error)
+    found["balance"] = str(too_little.ledger.balance_bytes)
+    hybrid = HybridEngine(engine, replica, decoding, bucket_bytes=1 << 16)
+    found["losses"] = json.dumps(list(train(engine, groups, [0], SPLIT[:2])))
+    with hybrid.generation() as generator:
+        found["responses"] = json.dumps(generate(generator))
+    if here.rank == 2:
+        os._exit(0)
+    try:
+        with hybrid.generation():
+            found["entered"] = "without a rank"
+    except RestartRequired as error:
+        found["died"] = str(error)
+    found["balance"] += f" {hybrid.ledger.balance_bytes}"
+    return found
+
+
+PROMPTS = [[5, 9, 60], [7], [3, 3, 8, 1, 2], [5, 9, 60]]
+
+
+def next_logits(generator: Any) -> list[list[float]]:
+    """Of the token after each prompt, without a cache."""
+    with torch.inference_mode():
+        found = CausalForward(generator._model, 0).start(PROMPTS, 1)
+    return found.tolist()  # type: ignore[no-any-return]
+
+
+def generate(generator: Any) -> list[Any]:
+    """Greedy and sampled responses to the prompts, in order."""
+    greedy = [
+        Request(f"g{i}", prompt, Sampling(temperature=0.0, max_tokens=5), 1) for i, prompt in enumerate(PROMPTS)
+    ]
+    drawn = [Request(f"s{i}", prompt, Sampling(max_tokens=5), 1) for i, prompt in enumerate(PROMPTS)]
+    generator.submit(greedy)
+    generator.submit(drawn)
+    found: dict[str, Any] = {}
+    while generator.pending:
+        found |= {one.id: [one.token_ids, one.policy_versions] for one in generator.step()}
+    return [found[request.id] for request in (*greedy, *drawn)]
+
+
+TASKS: dict[str, Callable[[Rank, Mapping[str, Any], Path], dict[str, Any]]] = {
+    "steps": steps,
+    "switch": switch,
+    "plain": plain,
+    "fail": fail,
+}
 
 
 def run(folder: Path, rank: int, world: int, tasks: Sequence[Mapping[str, Any]]) -> None:
