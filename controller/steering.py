@@ -462,14 +462,17 @@ class RunSteering:
         for role in ("reward", *(node.name for node in self._recipe.nodes)):
             call_id = f"{step}/failures-{self._dispatch.epoch}/{role}.failures"
             results += self._dispatch.call(call_id, role, "failures", {}, deadline_s=self._step_s)
-        if self._dynamic and len(self._parts) > 1 and not any(r.value.get("count") for r in results):
+        reasons = [str(r.value["last"]) for r in results if r.value.get("last")]
+        if self._dynamic and (len(self._parts) > 1 or not reasons):
+            groups = sum(part["count"] for part in self._parts)
+            what = "equal ones or no verdict" if reasons else "equal ones"
+            last = f"; last failure: {reasons[-1]}" if reasons else ""
             raise UsageError(
                 f"rewards of step {step}",
-                got=f"equal ones in every group, after {len(self._parts) - 1} refills",
+                got=f"{what} in all {groups} groups, after {len(self._parts) - 1} refills{last}",
                 expected="a group whose rewards differ",
                 remedy="Raise algorithm.most_refills or group_size, or take easier or harder data",
             )
-        reasons = [str(r.value["last"]) for r in results if r.value.get("last")]
         raise UsageError(
             f"rewards of step {step}",
             got="no verdict for any sample" + (f"; last failure: {reasons[-1]}" if reasons else ""),

@@ -21,6 +21,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "algorithms"
 COARSE = """
 def coarse(completions, **_):
     return [float("a" <= text[:1] <= "z") for text in completions]
+def equal(completions, **_):
+    return [1.0] * len(completions)
 """
 
 
@@ -68,3 +70,25 @@ def test_dapo_trains_on_no_group_of_equal_rewards_and_refills(cli: Any) -> None:
     assert len(used) == sum(sum(entry.prompts) for entry in entries)
     in_file_order = list(dict.fromkeys(texts[group] for group in used))
     assert [texts[group] for group in used] == [in_file_order[i % 24] for i in range(len(used))]
+
+
+def test_rewards_that_never_differ_end_the_run_with_their_count(cli: Any) -> None:
+    # given 12 prompts, all of whose samples are worth the same
+    (cli.folder / "coarse.py").write_text(
+        COARSE + "def train():\n    return [{'prompt': f'Say {n}'} for n in range(12)]\n"
+    )
+    given = [
+        f"{key}={cli.folder / 'coarse.py'}:{name}"
+        for key, name in (("reward.0.function", "equal"), ("data.train", "train"))
+    ]
+    done = cli.run("up", RECIPES / "dapo.yaml", *given, "algorithm.most_refills=2", "algorithm.group_size=2")
+    # then it ends after as many refills as it may, says how many groups that were, and which key to change
+    assert done.code == 2, done.text
+    rows, entries = recorded(cli.newest_run("dapo"))
+    groups = len({row["group_id"] for row in rows})
+    assert groups > 12 and len(rows) == 2 * groups
+    assert f"rewards of step 1: got equal ones in all {groups} groups, after 2 refills" in done.err
+    assert "Raise algorithm.most_refills or group_size" in done.err
+    # and nothing was trained
+    assert entries == [] and all(row["advantages"] is None for row in rows)
+    assert not (cli.newest_run("dapo") / "checkpoints").exists()

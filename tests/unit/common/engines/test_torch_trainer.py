@@ -101,6 +101,20 @@ def test_gradient_is_that_of_single_rows(kind: str) -> None:
     assert_close(found, expected, 2e-5)
 
 
+def test_the_least_temperature_that_is_allowed_trains_with_finite_numbers() -> None:
+    model, rows = tiny_model(), rows_of(11)
+    engine = TorchEngine(model, block(), temperature=1.1e-6)
+
+    (batch,) = micro_batches(rows, [range(11)])
+    found = engine.logprobs(batch)
+    gradient = gradients(engine, rows, [range(11)])
+
+    assert found.logprobs.isfinite().all() and found.entropy.isfinite().all()
+    assert all(value.isfinite().all() for value in gradient.values())
+    engine.step(denominators(rows))
+    assert all(weight.isfinite().all() for weight in engine.model.parameters())
+
+
 @pytest.mark.parametrize(
     "split", [[range(11)], [[i] for i in range(11)], [range(7), range(7, 11)], [range(10, -1, -1)]]
 )

@@ -122,6 +122,10 @@ def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
         ("data.eval=[x]", "text"),
         ("run.name=a/b", "without '/'"),
         ("rollout.truncated=penalise", "truncation_penalty"),
+        ("rollout.temperature=0", "greedy is refused"),
+        ("rollout.temperature=1e-8", "greedy is refused"),
+        ("rollout.temperature=nan", "a number"),
+        ("evaluate.samples=4", "greedy samples are all equal"),
     ],
 )
 def test_bad_overrides_are_refused_by_name(read: Read, override: str, part: str) -> None:
