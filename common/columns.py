@@ -55,11 +55,21 @@ DATA_COLUMNS: tuple[Column, ...] = (
 REFERENCE_COLUMNS: tuple[Column, ...] = (Column("ref_logprobs", _FLOATS, "reference"),)
 
 
+REWARD_FIELDS = "reward_fields"
+
+
 def reward_columns(names: Iterable[str], *, cost: bool = False) -> tuple[Column, ...]:
-    """`reward` (the weighted sum), `cost` (that of costs), one `reward.NAME` per function; null is no verdict."""
+    """`reward` (the weighted sum), `cost` (that of costs), one `reward.NAME` per function; null is no verdict.
+
+    `reward_fields`: what functions' dicts had beside their scores, JSON by function and field; null where nothing.
+    """
     parts = tuple(Column(f"reward.{name}", pa.float64(), "reward") for name in names)
     sums = ("reward", "cost") if cost else ("reward",)
-    return (*(Column(name, pa.float64(), "reward") for name in sums), *parts)
+    return (
+        *(Column(name, pa.float64(), "reward") for name in sums),
+        *parts,
+        Column(REWARD_FIELDS, pa.string(), "reward"),
+    )
 
 
 def critic_columns(names: Iterable[str]) -> tuple[Column, ...]:
@@ -67,6 +77,9 @@ def critic_columns(names: Iterable[str]) -> tuple[Column, ...]:
     return tuple(Column(name, _FLOATS, "critic") for name in names)
 
 
+LEARNED = "learned_reward"
+"""The score of the reward model that the run trains."""
+LEARNED_COLUMNS: tuple[Column, ...] = (Column(LEARNED, pa.float64(), "reward_model"),)
 GREEDY = "greedy"
 """Name, among the members of its group, of the row that is generated greedily and never trained on."""
 KEPT_COLUMNS: tuple[Column, ...] = (Column("kept", pa.bool_(), "kept"),)

@@ -16,7 +16,10 @@ OBEYED = "control"
 
 Verb = Literal["pause", "resume", "drain", "stop", "set"]
 
-FIXED = frozenset({"prompts", "critic", "actor", "recorder"})
+TRAINERS = ("critic", "reward_model", "actor")
+"""Roles whose weights are trained. All but the actor learn from the steps that it logs."""
+
+FIXED = frozenset({"prompts", "recorder", *TRAINERS})
 """Roles whose workers are all needed. Those of every other role, the user's nodes included, may come and go
 while the run goes on, as long as one is there; also beyond `placement.ROLE.workers`."""
 

@@ -6,6 +6,7 @@
                        -> reward -> groups ->                where the algorithm judges whole groups
                        -> reference ->
                        -> critic    ->
+    prompts -> rollout -> reward_model -> reward             where the run trains a reward model
     prompts -> rollout -> reward -> evaluation               table eval
 
     prompts -> reference -> actor -> recorder                where the data bring the responses: table train,
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Literal
 from rlmq.common.columns import (
     DATA_COLUMNS,
     KEPT_COLUMNS,
+    LEARNED_COLUMNS,
     PROMPT_COLUMNS,
     REFERENCE_COLUMNS,
     ROLLOUT_COLUMNS,
@@ -93,6 +95,8 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
         reference=algorithm.needs_reference,
         critics=algorithm.critics,
         groups=algorithm.group_columns,
+        learned=recipe.reward_model.learns is not None,
+        rewarded=tuple(block.column for block in recipe.reward if block.column is not None),
         reward=Handing(**recipe.stages.reward.model_dump()),
         referee=referee,
     )
@@ -127,6 +131,8 @@ def sample_flow(
     reference: bool = False,
     critics: Sequence[str] = (),
     groups: Sequence[str] = (),
+    learned: bool = False,
+    rewarded: Sequence[str] = (),
     reward: Handing = Handing(),
     referee: Handing = Handing(),
 ) -> tuple[FlowNode, ...]:
@@ -139,13 +145,22 @@ def sample_flow(
         reference: whether a reference policy scores the rows of `train`.
         critics: columns that the critic writes (`values`); none: there is no critic.
         groups: columns that are made of whole scored groups; none: no stage judges groups.
+        learned: whether the run trains a reward model.
+        rewarded: columns that are rewards themselves.
         reward: how the reward workers are handed rows, in both tables.
         referee: how the reference workers are.
     """
     nodes = [
         FlowNode("prompts", "prompts", (), PROMPT_COLUMNS),
         FlowNode("rollout", "rollout", ("prompt_ids",), ROLLOUT_COLUMNS, scope="chunk"),
-        FlowNode("reward", "reward", ("response_text",), reward_columns(reward_names, cost=cost), handing=reward),
+        *([FlowNode("reward_model", "reward_model", ("response_ids",), LEARNED_COLUMNS)] if learned else []),
+        FlowNode(
+            "reward",
+            "reward",
+            ("response_text", *rewarded),
+            reward_columns(reward_names, cost=cost),
+            handing=reward,
+        ),
     ]
     if groups:
         made = (*group_columns(groups), *KEPT_COLUMNS)

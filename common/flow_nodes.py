@@ -25,7 +25,7 @@ COLUMN_TYPES: Mapping[str, pa.DataType] = {
 _UNGATED = ("prompts", "recorder")
 """Stages that no node can hold up: rows come from the one, and end before the other."""
 _LAST = ("actor", "evaluation")
-_RESERVED = ("controller", "operator", "redis", "critic", "reference", *_LAST, *_UNGATED)
+_RESERVED = ("controller", "operator", "redis", "critic", "reference", "reward_model", *_LAST, *_UNGATED)
 
 
 def node_columns(block: NodeBlock) -> tuple[Column, ...]:

@@ -80,6 +80,11 @@ class RunFolder:
         return self.path / "critic_checkpoints"
 
     @property
+    def reward_model_checkpoints(self) -> Path:
+        """Those of the reward model that the run trains: sequence classifiers with one label."""
+        return self.path / "reward_model_checkpoints"
+
+    @property
     def batch_log(self) -> Path:
         """The batch log."""
         return self.path / "batch_log.jsonl"

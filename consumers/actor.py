@@ -84,6 +84,7 @@ class ActorRole(Trainer[TorchEngine]):
         """
         step = int(args["step"])
         self._catch_up(step - 1)
+        self._prompts = tuple(args.get("prompts", ()))
         if self._trained < step and self._context.rank == 0:
             self._formed = self._found(step, redo=False, update=bool(args["update"]))
             return {} if self._formed is not None else {"again": True}
@@ -221,7 +222,7 @@ class ActorRole(Trainer[TorchEngine]):
         Rows that a killed actor had claimed come back when its lease expires.
         """
         seen: TableCounts | None = None
-        columns = batch_columns(self._algorithms[table])
+        columns = (*batch_columns(self._algorithms[table]), *self._more(table))
         moved_at = time.monotonic()
         while time.monotonic() - moved_at < self._recipe.deadlines.step_s:
             self._store.expire()

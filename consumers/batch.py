@@ -17,6 +17,7 @@ from rlmq.common.columns import actor_columns, arrow_schema, returns_column
 from rlmq.common.engines.micro_batches import plan_micro_batches
 from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.schema import Recipe, TrainBlock
+from rlmq.consumers.labels import learned_units
 
 _OF_EVERY_ROW = ("sample_id", "group_id", "prompt_ids", "response_ids", "loss_mask", "truncated")
 _OF_GENERATED_ROWS = ("rollout_logprobs", "policy_versions", "reward")
@@ -80,7 +81,7 @@ def read_batch(rows: pa.RecordBatch, algorithm: Algorithm, state: Mapping[str, f
     found = {name: [values[i] for i in order] for name, values in data.items()}
     rewards = np.array(found.get("reward", [None] * len(order)), dtype=np.float64)
     masks = [np.array(mask, dtype=np.bool_) for mask in found["loss_mask"]]
-    extra = {name: found[name] for name in batch_columns(algorithm) if name not in COLUMNS}
+    extra = {name: values for name, values in found.items() if name not in COLUMNS}
     scored = {name: _arrays(extra.get(name, found.get(name, []))) for name in (*extra, "rollout_logprobs")}
     estimates = algorithm.estimate(ScoredBatch(rewards, found["group_id"], masks, scored, state))
     return Batch(
@@ -130,6 +131,7 @@ def plan_step(
         state=dict(batch.estimates.state),
         figures=dict(batch.estimates.metrics),
         critic_updates=tuple(_critic_updates(batch, step, recipe)) if algorithm.critics else (),
+        reward_model_updates=tuple(_reward_model_updates(batch, step, recipe)),
     )
 
 
@@ -190,6 +192,18 @@ def _critic_updates(batch: Batch, step: int, recipe: Recipe) -> list[Update]:
         denominators,
         recipe.placement.critic.workers,
     )
+
+
+def _reward_model_updates(batch: Batch, step: int, recipe: Recipe) -> list[Update]:
+    """Those of the run's reward model; none where it has nothing to learn of this step."""
+    found = learned_units(batch.groups, batch.responses, batch.columns, recipe)
+    block, size = recipe.reward_model, len(found[0]) if found else 0
+
+    def denominators(rows: Sequence[int]) -> tuple[float, ...]:
+        return (float(max(1, len(rows) // size)),)
+
+    train, workers = block.training(recipe.train), recipe.placement.reward_model.workers
+    return _planned(batch, step, recipe, train, found, denominators, workers) if found else []
 
 
 def _planned(

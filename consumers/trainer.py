@@ -32,6 +32,7 @@ from rlmq.common.worker import WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.consumers.batch import Batch, batch_columns, dealt, read_batch
 from rlmq.consumers.file_checkpoints import FileCheckpoints
+from rlmq.consumers.labels import label_columns
 from rlmq.consumers.logged_steps import LoggedSteps, tables_of
 from rlmq.consumers.mesh import meet
 from rlmq.consumers.saved_steps import SavedSteps
@@ -156,8 +157,9 @@ class Trainer(Generic[Engine]):
         found: dict[str, Batch] = {}
         for (table, ranges), ids in zip(tables_of(entry), logged, strict=True):
             algorithm = self._algorithms[table]
-            rows = self._store.read(table, ranges, batch_columns(algorithm))
-            whole = not any(column.null_count for column in rows.columns)
+            needed = batch_columns(algorithm)
+            rows = self._store.read(table, ranges, (*needed, *self._more(table)))
+            whole = not any(rows.column(name).null_count for name in needed)
             batch = read_batch(rows, algorithm, state if table == TRAIN else {}) if whole else None
             if batch is None or tuple(batch.ids) != ids:
                 raise IntegrityError(
@@ -169,6 +171,10 @@ class Trainer(Generic[Engine]):
             found[table] = batch
         own = found.pop(TRAIN)
         return replace(own, losses=found)
+
+    def _more(self, table: str) -> tuple[str, ...]:
+        """Columns that are read beside those that every row has."""
+        return label_columns(self._recipe) if table == TRAIN else ()
 
     def _micro_batches(
         self, batch: Batch, columns: Mapping[str, Sequence[Any]], updates: Sequence[Update]
@@ -265,7 +271,11 @@ class Trainer(Generic[Engine]):
     def _let_go(self) -> None:
         """Payload that no trainer's redo would read may go."""
         run = self._context.run
-        folders = [run.checkpoints, run.critic_checkpoints] if self._algorithm.critics else [run.checkpoints]
+        folders = [
+            run.checkpoints,
+            *([run.critic_checkpoints] if self._algorithm.critics else []),
+            *([run.reward_model_checkpoints] if self._recipe.reward_model.learns is not None else []),
+        ]
         newest = [max(FileCheckpoints(folder).steps(), default=0) for folder in folders]
         self._store.advance(min(self._saved.durable, *newest))
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlmq.common.control import TRAINERS
 from rlmq.common.processes import cores
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 
-_COMPUTE_ROLES = ("rollout", "reference", "critic", "actor")
+_COMPUTE_ROLES = ("rollout", "reference", *TRAINERS)
 
 _FOREIGN = (
     "MASTER_ADDR",
@@ -39,36 +40,39 @@ READS: Mapping[str, tuple[str, ...]] = {
         "algorithm.name",
         "algorithm.group_size",
         "data",
+        "losses",
         "rollout.batch_size_per_device",
         "evaluate",
         "redis",
     ),
     "rollout": ("run", "model", "rollout", "evaluate", "train.dtype", "deterministic", "deadlines.sync_s", "redis"),
-    "reward": ("run", "reward", "algorithm", "rollout.truncated", "rollout.truncation_penalty", "redis"),
-    "reference": ("run", "model", "train.dtype", "train.micro_batch_tokens", "redis"),
-    "critic": (
+    "reward": (
         "run",
-        "model",
-        "critic",
+        "reward",
+        "reward_controller",
+        "nodes",
         "algorithm",
-        "rollout",
-        "train",
-        "checkpoint",
-        "deterministic",
-        "deadlines",
+        "rollout.truncated",
+        "rollout.truncation_penalty",
         "redis",
     ),
-    "actor": (
-        "run",
-        "model",
-        "critic",
-        "algorithm",
-        "rollout",
-        "train",
-        "checkpoint",
-        "deterministic",
-        "deadlines",
-        "redis",
+    "reference": ("run", "model", "train.dtype", "train.micro_batch_tokens", "redis"),
+    **dict.fromkeys(
+        TRAINERS,
+        (
+            "run",
+            "model",
+            "critic",
+            "reward_model",
+            "algorithm",
+            "losses",
+            "rollout",
+            "train",
+            "checkpoint",
+            "deterministic",
+            "deadlines",
+            "redis",
+        ),
     ),
     "recorder": ("run", "reward", "evaluate", "redis"),
 }

@@ -16,10 +16,12 @@ from rlmq.buffer.store import ExperienceStore
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.calls import Calls
 from rlmq.common.closing import Closing
+from rlmq.common.control import TRAINERS
 from rlmq.common.errors import DeadlineExceeded, ExitCode, Fenced, Interrupted, RlmqError, Terminated
 from rlmq.common.metrics import BUFFER_LIVE_ROWS, BUFFER_PAYLOAD_BYTES, BUFFER_ROWS
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
+from rlmq.common.service import Service
 from rlmq.controller import plan
 from rlmq.controller.dispatch import EPOCH_LEASE_S, Dispatch
 from rlmq.controller.steering import RunSteering
@@ -51,6 +53,7 @@ class Controller:
         self._calls = calls
         self._fingerprint = fingerprint
         self._log = log
+        self._service = Service()
         self._began = time.monotonic()
         self._progress_at = 0.0
         self._steering: RunSteering | None = None
@@ -74,6 +77,7 @@ class Controller:
         closing.add(dispatch.close)
         self._dispatch = dispatch
         self._arm_signals(dispatch)
+        self._service.ready("steers the run")
         trackers = Trackers(self._recipe, self._run, self._log)
         closing.add(trackers.close)
         steering = RunSteering(self._recipe, self._run, dispatch, self._store, self._calls, trackers, self._log)
@@ -108,7 +112,7 @@ class Controller:
             call_id = f"end/{dispatch.epoch}/{role}.{method}"
             return dispatch.call(call_id, role, method, args, deadline_s=self._recipe.deadlines.step_s)[0].value
 
-        for role in ("critic", "actor"):
+        for role in TRAINERS:
             if role in self._recipe.workers():
                 self._saved = last(role, "settle", step=steering.open_step - 1)
         last("recorder", "flush")
@@ -120,6 +124,7 @@ class Controller:
         The summary has the reason then; such a run goes on with the same command, although its exit code is 0.
         """
         code = int(failure.exit_code) if failure else int(ExitCode.OK)
+        self._service.stopping()
         ended_by = steering.steps_end
         in_time = dispatch.dismiss(code, self._recipe.deadlines.drain_s) and isinstance(failure, Terminated)
         self._write_summary(steering, code, ended_by)
@@ -161,6 +166,7 @@ class Controller:
     # -- what others see -----------------------------------------------------------------------------------
 
     def _pumped(self) -> None:
+        self._service.alive()
         if self._dispatch is not None:
             self._write_progress(self._dispatch)
 

@@ -12,6 +12,7 @@ from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.store import ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.calls import CallResult, Calls
+from rlmq.common.control import TRAINERS
 from rlmq.common.errors import DeadlineExceeded, UsageError
 from rlmq.common.metrics import POLICY_VERSION
 from rlmq.common.recipe.schema import Recipe
@@ -193,12 +194,29 @@ class RunSteering:
 
     def form(self, step: int, *, update: bool = True) -> None:
         """See `Steering.form`."""
-        self._until_formed("form", {"step": step, "update": update})
+        self._until_formed("form", {"step": step, "update": update, **self._taken})
 
     def train(self, step: int) -> None:
-        """See `Steering.train`."""
-        prompts = [part["count"] for part in self._parts] if self._dynamic else []
-        self.last_train = self._until_formed("train", {"step": step, **({"prompts": prompts} if prompts else {})})
+        """See `Steering.train`; where others learn from the step too, it is formed first."""
+        if self._beside:
+            self.form(step)
+            self.train_both(step)
+        else:
+            self._train_actor(step)
+
+    @property
+    def _beside(self) -> list[str]:
+        """Roles that learn from what the actor logs."""
+        return [role for role in TRAINERS[:-1] if role in self._state.workers]
+
+    @property
+    def _taken(self) -> dict[str, list[int]]:
+        """How many prompts the step took, at first and by each refill; the batch log keeps it."""
+        return {"prompts": [part["count"] for part in self._parts]} if self._dynamic else {}
+
+    def _train_actor(self, step: int) -> None:
+        self.last_train = self._until_formed("train", {"step": step, **self._taken})
+        prompts = self._taken.get("prompts", [])
         filtered = self._admitted - self._greedy - self.last_train["samples"]
         self._line.add({**self.last_train, "filtered": filtered})
         if prompts:
@@ -207,15 +225,16 @@ class RunSteering:
 
     def train_both(self, step: int) -> None:
         """See `Steering.train_both`."""
-        critic = self.submit("critic", "train", {"step": step})
-        self.train(step)
-        figures = critic.wait()[0]
-        for _ in range(_FORM_ATTEMPTS):  # the log has the step again since the actor has trained it
-            if not figures.get("again"):
-                break
-            figures = self._again("critic", "train", {"step": step})[0].value
-        self.last_train = {**self.last_train, **figures}
-        self._line.add(figures)
+        pending = [(role, self.submit(role, "train", {"step": step})) for role in self._beside]
+        self._train_actor(step)
+        for role, future in pending:
+            figures = future.wait()[0]
+            for _ in range(_FORM_ATTEMPTS):  # the log has the step again since the actor has trained it
+                if not figures.get("again"):
+                    break
+                figures = self._again(role, "train", {"step": step})[0].value
+            self.last_train = {**self.last_train, **figures}
+            self._line.add(figures)
 
     def _until_formed(self, method: str, args: Mapping[str, Any]) -> dict[str, Any]:
         """The actor's answer; while the server has lost rows of the step, they are put again."""
@@ -321,7 +340,7 @@ class RunSteering:
 
     def _save(self, step: int) -> None:
         protect = [int(self.best["step"])] if self.best else []
-        trainers = [role for role in ("critic", "actor") if role in self._state.workers]
+        trainers = [role for role in TRAINERS if role in self._state.workers]
         for pending in [self.submit(role, "checkpoint", {"step": step, "protect": protect}) for role in trainers]:
             pending.wait()
         self._saved_step = step

@@ -20,7 +20,7 @@ import pyarrow as pa
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.algorithms import algorithm_of
-from rlmq.common.columns import arrow_schema, reward_columns
+from rlmq.common.columns import LEARNED, arrow_schema, reward_columns
 from rlmq.common.errors import DeadlineExceeded, Fenced, Terminated
 from rlmq.common.flow import flow_of
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WITHOUT_VERDICT, ROWS_WRITTEN
@@ -31,7 +31,7 @@ from rlmq.common.worker import CallHandler, Role, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.producers.groups import GroupStage
 from rlmq.producers.process_runner import ProcessRewardRunner
-from rlmq.producers.reward_runner import RewardRow, RewardRunner
+from rlmq.producers.reward_runner import ColumnRunner, RewardRow, RewardRunner
 from rlmq.producers.reward_values import total
 from rlmq.producers.reward_weights import StepWeights, Weights
 
@@ -78,6 +78,9 @@ class RewardRole(Role):
         self._runners: list[RewardRunner] = []
         try:
             for block, name in zip(recipe.reward, recipe.reward_names, strict=True):
+                if block.column is not None:
+                    self._runners.append(ColumnRunner(name, block.column))
+                    continue
                 self._runners.append(
                     ProcessRewardRunner(
                         block,
@@ -136,6 +139,7 @@ class RewardRole(Role):
         records = claim.rows.to_pylist()
         rows = [_reward_row(record, self._columns[len(_COLUMNS) :]) for record in records]
         parts: list[list[float | None]] = []
+        fields: list[dict[str, Any]] = [{} for _ in rows]
         for runner, block, name in zip(self._runners, recipe.reward, recipe.reward_names, strict=True):
             self._scoring = f"reward function {name}, at most {block.timeout_s:g} s a call"
             self._context.waits(self._scoring)
@@ -150,6 +154,8 @@ class RewardRole(Role):
             for reason in [verdicts.failure] if verdicts.failure else verdicts.notes:
                 self._tell(reason)
             parts.append(verdicts.values)
+            for row, own in zip(fields, verdicts.fields, strict=bool(verdicts.fields)):
+                row.update({name: own} if own else {})
             self._extend(force=True)
         weights = [self._weights.of(record["step"]) for record in records]
         totals = [
@@ -160,7 +166,8 @@ class RewardRole(Role):
             self._sum("cost", weights[index], [part[index] for part in parts]) for index in range(len(records))
         ]
         sums = [totals, costs] if recipe.has_cost else [totals]
-        self._write(claim, sums, parts, Facts(tag=self._tag_with(weights)))
+        texts = [json.dumps(row) if row else None for row in fields]
+        self._write(claim, sums, parts, texts, Facts(tag=self._tag_with(weights)))
         self._context.progress()
         self._context.log.info(
             "reward.scored",
@@ -187,13 +194,18 @@ class RewardRole(Role):
         return total(weights, [value if own == objective else None for own, value in pairs], self._ensembles)
 
     def _write(
-        self, claim: Claim, sums: list[list[float | None]], parts: list[list[float | None]], facts: Facts
+        self,
+        claim: Claim,
+        sums: list[list[float | None]],
+        parts: list[list[float | None]],
+        fields: list[str | None],
+        facts: Facts,
     ) -> None:
         missing = [index for index in range(claim.count) if any(values[index] is None for values in sums)]
         if missing:
             self._failed_rows += len(missing)
             ROWS_WITHOUT_VERDICT.labels(claim.table).inc(len(missing))
-        arrays = [pa.array(values, pa.float64()) for values in (*sums, *parts)]
+        arrays = [*(pa.array(values, pa.float64()) for values in (*sums, *parts)), pa.array(fields, pa.string())]
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         if missing and claim.table == TRAIN:
             # Before the others' columns, so that no stage ever sees such a row as scored.
@@ -222,9 +234,10 @@ class RewardRole(Role):
 
 
 def _columns_of_nodes(recipe: Recipe) -> tuple[str, ...]:
-    """What the user's nodes write that the reward waits for: its functions get it by name."""
+    """What nodes and the reward model write that the reward waits for: its functions get it by name."""
     needs = {column for node in flow_of(recipe) if node.name == _STAGE for column in node.needs}
-    return tuple(column for node in recipe.nodes if needs & set(node.writes) for column in node.writes)
+    written = [*(node.writes for node in recipe.nodes), (LEARNED,)]
+    return tuple(column for writes in written if needs & set(writes) for column in writes)
 
 
 def _reward_row(record: Mapping[str, Any], more: Sequence[str] = ()) -> RewardRow:

@@ -110,7 +110,7 @@ class Steering(Protocol):
         """
 
     def train_both(self, step: int) -> None:
-        """As `train`, for actor and critic side by side; the batch was formed before."""
+        """As `train`, for the actor and those who learn beside it; the batch was formed before."""
 
     def train(self, step: int) -> None:
         """Train the actor on the batch; logs its metrics; makes policy version `step`."""

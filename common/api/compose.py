@@ -30,6 +30,7 @@ ROLES: Mapping[str, str] = {
     "reward": "rlmq.producers.reward:RewardRole",
     "reference": "rlmq.producers.reference:ReferenceRole",
     "critic": "rlmq.consumers.critic:CriticRole",
+    "reward_model": "rlmq.consumers.reward_model:RewardModelRole",
     "actor": "rlmq.consumers.actor:ActorRole",
     "recorder": "rlmq.consumers.recorder:RecorderRole",
 }

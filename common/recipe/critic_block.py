@@ -1,8 +1,8 @@
-"""The recipe's `critic` block."""
+"""The recipe's blocks of models that are trained beside the policy."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -12,16 +12,13 @@ if TYPE_CHECKING:
     from rlmq.common.recipe.schema import TrainBlock
 
 
-class CriticBlock(Block):
-    """The critic, where the algorithm has one. What is not given is as in `train`."""
+class _TrainedBlock(Block):
+    """Its optimizer. What is not given is as in `train`."""
 
-    model: str | None = Field(
-        default=None, description="Model that the critic begins with; none: the recipe's `model`."
-    )
     lr: float | None = Field(default=None, ge=0, description="Peak learning rate; none: train.lr.")
     warmup_steps: int | None = Field(default=None, ge=0, description="Steps of linear warm-up; none: train's.")
     grad_clip: float | None = Field(
-        default=None, ge=0, description="Greatest gradient norm; none: train.grad_clip."
+        default=None, ge=0, description="Greatest gradient norm; 0: none; none: train.grad_clip."
     )
     mini_batches: PositiveInt | None = Field(
         default=None, description="Optimizer steps per pass over a batch; none: train.mini_batches."
@@ -29,6 +26,33 @@ class CriticBlock(Block):
     epochs: PositiveInt | None = Field(default=None, description="Passes over each batch; none: train.epochs.")
 
     def training(self, train: TrainBlock) -> TrainBlock:
-        """The block of the critic's optimizer."""
-        own = {name: value for name, value in self.model_dump(exclude={"model"}).items() if value is not None}
-        return train.model_copy(update=own)
+        """The block of its optimizer."""
+        own = {name: getattr(self, name) for name in _TrainedBlock.model_fields}
+        return train.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+
+class CriticBlock(_TrainedBlock):
+    """The critic, where the algorithm has one."""
+
+    model: str | None = Field(
+        default=None, description="Model that the critic begins with; none: the recipe's `model`."
+    )
+
+
+class RewardModelBlock(_TrainedBlock):
+    """A reward model that the run trains on part of its rows; its score is the column `learned_reward`."""
+
+    learns: str | None = Field(
+        default=None, description="Name of the reward whose values it learns from; none: there is no such model."
+    )
+    loss: Literal["pairs", "regression"] = Field(
+        default="pairs",
+        description="pairs: the best row of a group shall score above the worst (Bradley-Terry); regression: each "
+        "row's score shall be the value.",
+    )
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Part of the groups that it learns from, drawn by run.seed."
+    )
+    model: str | None = Field(
+        default=None, description="Model with the policy's tokenizer that it begins with; none: `model`."
+    )

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from rlmq.common.recipe.block import Block, PositiveFloat, PositiveInt
 
-REWARD_KINDS = ("function", "builtin", "model", "judge", "code")
+REWARD_KINDS = ("function", "builtin", "model", "judge", "code", "column")
 
 
 class RewardBlock(Block):
@@ -26,6 +26,9 @@ class RewardBlock(Block):
     judge: str | None = Field(default=None, description="URL of an OpenAI-compatible endpoint, up to /v1.")
     code: str | None = Field(
         default=None, description="Field of the data with the tests that the response's code is run against."
+    )
+    column: str | None = Field(
+        default=None, description="Column of numbers that a node wrote, or learned_reward (see reward_model)."
     )
     objective: Literal["reward", "cost"] = Field(
         default="reward", description="Which sum it enters: the reward, or the cost that safe_rlhf limits."
@@ -60,8 +63,8 @@ class RewardBlock(Block):
 
     @property
     def label(self) -> str:
-        """Its name: the given one, the function's, the package's, or the kind."""
-        if self.function is not None or self.builtin is not None:
+        """Its name: the given one, the function's, the package's, the column's, or the kind."""
+        if self.function is not None or self.builtin is not None or self.column is not None:
             return self.name or self.source.rsplit(":", 1)[-1]
         return self.name or self.kind
 

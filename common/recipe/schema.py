@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from rlmq.common.columns import LEARNED
 from rlmq.common.recipe.algorithm_block import AlgorithmBlock
 from rlmq.common.recipe.block import Beta, Block, PositiveFloat, PositiveInt
-from rlmq.common.recipe.critic_block import CriticBlock
+from rlmq.common.recipe.critic_block import CriticBlock, RewardModelBlock
 from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.reward_block import RewardBlock
@@ -128,9 +129,7 @@ class RolloutBlock(Block):
     )
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of the sampling distribution.")
     top_k: int = Field(default=0, ge=0, description="Most likely tokens kept; 0 keeps all.")
-    stop: tuple[str, ...] = Field(
-        default=(), description="Texts that end a response, which they are the end of."
-    )
+    stop: tuple[str, ...] = Field(default=(), description="Texts that end a response, which they are the end of.")
     mismatch_alert: PositiveFloat | None = Field(
         default=None,
         description="Warn when the mean difference of log-probs between rollout and trainer is above this; none: never.",
@@ -140,6 +139,10 @@ class RolloutBlock(Block):
         description="file.py:Class that answers each turn of the policy; none: responses have one turn.",
     )
     max_turns: PositiveInt = Field(default=8, description="Most turns of the policy in one response.")
+    weight_sync: Literal["full", "delta"] = Field(
+        default="full",
+        description="delta: only what changed moves, where that is less (bfloat16); the trainer keeps a copy.",
+    )
     batch_size_per_device: PositiveInt = Field(default=64, description="Most samples generated at once per worker.")
 
     @model_validator(mode="after")
@@ -191,6 +194,7 @@ class PlacementBlock(Block):
     reward: RolePlacement = Field(default_factory=RolePlacement, description="Reward workers.")
     reference: RolePlacement = Field(default_factory=RolePlacement, description="Reference workers, if any.")
     critic: RolePlacement = Field(default_factory=RolePlacement, description="Critic ranks, if any.")
+    reward_model: RolePlacement = Field(default_factory=RolePlacement, description="Reward model ranks, if any.")
 
 
 class EvaluateBlock(Block):
@@ -311,6 +315,7 @@ class Recipe(Block):
     )
     train: TrainBlock
     critic: CriticBlock = Field(default_factory=CriticBlock)
+    reward_model: RewardModelBlock = Field(default_factory=RewardModelBlock)
     placement: PlacementBlock = Field(default_factory=PlacementBlock)
     evaluate: EvaluateBlock = Field(default_factory=EvaluateBlock)
     checkpoint: CheckpointBlock = Field(default_factory=CheckpointBlock)
@@ -361,6 +366,24 @@ class Recipe(Block):
             raise ValueError(f"no losses: {self.algorithm.name} trains no policy")
         if self.losses and self.rollout.temperature != 1.0:
             raise ValueError("rollout.temperature 1 with losses: they learn the model's own distribution")
+        return self
+
+    @model_validator(mode="after")
+    def _columns_rewarded(self) -> Recipe:
+        """Rewards that are columns have a writer, and the reward model has something to learn and is of use."""
+        written = {name for node in self.nodes for name in node.writes}
+        learned = {LEARNED} if self.reward_model.learns is not None else set()
+        asked = [block.column for block in self.reward if block.column is not None]
+        unknown = [name for name in asked if name not in written | learned]
+        if unknown:
+            known = ", ".join(sorted(written | learned)) or "which there is none of"
+            raise ValueError(f"reward: a column of a node or the reward model ({known}), not {unknown[0]!r}")
+        if learned:
+            truths = [n for n, b in zip(self.reward_names, self.reward, strict=True) if b.column != LEARNED]
+            if self.reward_model.learns not in truths:
+                raise ValueError(f"reward_model.learns: the name of a reward that it does not give ({truths})")
+            if LEARNED not in asked:
+                raise ValueError(f"reward: an item `column: {LEARNED}`, since reward_model.learns is given")
         return self
 
     @property
