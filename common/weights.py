@@ -1,16 +1,11 @@
-"""Weights on the move: the manifest that both sides agree on, and the transport between two processes."""
+"""Weights on the move: tensors by name, where both sides meet, what a transfer moved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-
-if TYPE_CHECKING:
-    import torch
-
 
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8,
@@ -57,6 +52,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     generation: str
     members: tuple[str, ...]
     timeout_s: float
+    senders: int = 1
 
 
 class TransferStats(msgspec.Struct, frozen=True):
@@ -66,30 +62,11 @@ class TransferStats(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class WeightTransport(Protocol):
-    """Moves a manifest's tensors from one sender to its receivers; each receiver has its own group."""
+class SyncStats(msgspec.Struct, frozen=True):
+    """What one end of a weight sync moved: `full_bytes` is what a full one moves, `changed` the share of elements
+    that differ from the sync before, where that was looked at."""
 
-    def offer(self, generation: str, members: tuple[str, ...]) -> Rendezvous:
-        """Open the meeting place for a generation (sender's side), on a free port."""
-
-    def send(
-        self,
-        meeting: Rendezvous,
-        manifest: WeightManifest,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        gone: Callable[[str], bool] = lambda _: False,
-    ) -> TransferStats:
-        """Send every tensor to every member; checksummed per bucket. One that is `gone` is not waited for.
-
-        Raises:
-            DeadlineExceeded: a member did not come or stopped; names it, the bucket and the generation.
-        """
-
-    def receive(
-        self, meeting: Rendezvous, member: str, manifest: WeightManifest, sink: Callable[[str, torch.Tensor], None]
-    ) -> TransferStats:
-        """Receive every tensor and hand it to `sink`.
-
-        Raises:
-            IntegrityError: a bucket's checksum differs. DeadlineExceeded: the sender stopped.
-        """
+    bytes: int
+    seconds: float
+    full_bytes: int
+    changed: float | None = None

@@ -21,10 +21,10 @@ from rlmq.common.engines.scoring import ScoringEngine, load_scorer, scorer_confi
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import LossFunction, LossTerms, MicroBatch, PolicyOutput
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, RlmqError
-from rlmq.common.gloo import GlooTransport
+from rlmq.common.layouts.weight_sync import WeightSender
 from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
 from rlmq.common.models import load_model
-from rlmq.common.weights import Rendezvous, WeightManifest
+from rlmq.common.weights import Rendezvous
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.consumers.batch import Batch, batch_columns, plan_loss, plan_step, read_batch
@@ -36,7 +36,12 @@ class ActorRole(Trainer[TorchEngine]):
 
     def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
         super().__init__(context, store, context.recipe.model, context.run.checkpoints)
-        self._transport = GlooTransport(timeout_s=self._recipe.deadlines.sync_s)
+        self._sender = WeightSender(
+            context.rank,
+            self._mesh.size,
+            delta=self._recipe.rollout.weight_sync == "delta",
+            timeout_s=self._recipe.deadlines.sync_s,
+        )
         self._formed: Found | None = None
         self._prompts: tuple[int, ...] = ()
         if context.rank == 0:
@@ -274,17 +279,13 @@ class ActorRole(Trainer[TorchEngine]):
         self._catch_up(int(args["version"]))
         if self._context.rank != 0:
             return {}
-        meeting = self._transport.offer(args["generation"], tuple(args["members"]))
-        return {
-            "meeting": msgspec.to_builtins(meeting),
-            "manifest": msgspec.to_builtins(self._engine.layout()),
-            "version": self._trained,
-        }
+        meeting = self._sender.offer(args["generation"], tuple(args["members"]))
+        return {"meeting": msgspec.to_builtins(meeting), "version": self._trained}
 
     def _send_weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Send this rank's part of what each replica lacks."""
         self._context.activity("syncing")
         meeting = msgspec.convert(args["meeting"], Rendezvous)
-        manifest = msgspec.convert(args["manifest"], WeightManifest)
 
         def gone(member: str) -> bool:
             """Whether the controller has given up the member's call to receive."""
@@ -292,12 +293,12 @@ class ActorRole(Trainer[TorchEngine]):
             return any(one.released and member == f"rollout-{one.rank}" for one in results)
 
         try:
-            stats = self._transport.send(meeting, manifest, self._engine.shards(), gone)
+            stats = self._sender.send(meeting, self._engine.part(), int(args["version"]), gone)
         except RlmqError as error:  # a receiver's end, or an offer of an earlier incarnation, is not the trainer's
             return {"failed": str(error)}
         WEIGHT_SYNC_BYTES.labels(direction="sent").inc(stats.bytes)
         WEIGHT_SYNC_SECONDS.labels(direction="sent").observe(stats.seconds)
-        return {"bytes": stats.bytes, "seconds": round(stats.seconds, 4)}
+        return {"bytes": stats.bytes, "full_bytes": stats.full_bytes, "changed": stats.changed}
 
 
 def scaled_loss(loss: LossFunction, table: str, scale: float) -> LossFunction:

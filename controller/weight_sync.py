@@ -7,6 +7,7 @@ from typing import Any
 
 import structlog
 
+from rlmq.common.calls import CallResult
 from rlmq.common.errors import DeadlineExceeded
 from rlmq.common.recipe.schema import Recipe
 from rlmq.controller import plan
@@ -95,12 +96,21 @@ class WeightSync:
             self.want(version)
         args = {**offer.value, "version": version, "receive": call_id("rollout", "receive_weights")}
         # Both ends give up after sync_s by themselves, and say why.
-        send = submit("actor", "send_weights", args, [0], 2 * sync_s)
+        send = submit("actor", "send_weights", args, mesh, 2 * sync_s)
         receive = submit("rollout", "receive_weights", args, ranks, 2 * sync_s)
-        [sent], received = self._dispatch.wait(send, receive)
+        sent, received = self._dispatch.wait(send, receive)
         failed = {one.rank: one.released or one.value.get("failed") for one in received}
         self._dispatch.served("rollout", [rank for rank in ranks if not failed[rank]], version)
         for rank, reason in failed.items():
             if reason:
                 self._log.warning("weights not received", worker=f"rollout-{rank}", reason=reason)
-        self._log.info("weights", version=version, generation=generation, to=members, **sent.value)
+        self._log.info("weights", version=version, generation=generation, to=members, **_together(sent))
+
+
+def _together(sent: Sequence[CallResult]) -> dict[str, Any]:
+    """What all trainer ranks sent; the share of changed elements is each one's own, of parts of about one size."""
+    told = [one.value for one in sent if one.value]
+    failed = {f"trainer rank {one.rank}": one.value["failed"] for one in sent if "failed" in one.value}
+    changed = [one["changed"] for one in told if one.get("changed") is not None]
+    share = {"changed": round(sum(changed) / len(changed), 6)} if changed else {}
+    return {name: sum(one.get(name, 0) for one in told) for name in ("bytes", "full_bytes")} | share | failed

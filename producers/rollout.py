@@ -15,10 +15,19 @@ from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import ROLLOUT_COLUMNS, arrow_schema, is_greedy
 from rlmq.common.determinism import require_same_environment
-from rlmq.common.engines.generation import EngineSettings, Generated, GenerationEngine, Request, Sampling
+from rlmq.common.engines.generation import (
+    EngineSettings,
+    Generated,
+    GenerationEngine,
+    PlainMemory,
+    Request,
+    Sampling,
+)
 from rlmq.common.engines.registry import GENERATION
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError
-from rlmq.common.gloo import GlooTransport
+from rlmq.common.layouts.layout import Box
+from rlmq.common.layouts.part import whole_part
+from rlmq.common.layouts.weight_sync import WeightReceiver
 from rlmq.common.metrics import (
     GENERATED_TOKENS,
     POLICY_VERSION,
@@ -28,7 +37,7 @@ from rlmq.common.metrics import (
 )
 from rlmq.common.models import eos_ids, folder_context_length, load_tokenizer, pad_id, resolve_model
 from rlmq.common.recipe.load import recipe_hash
-from rlmq.common.weights import Rendezvous, WeightManifest
+from rlmq.common.weights import Rendezvous
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.producers.episodes import Answers, Episode
 
@@ -50,7 +59,7 @@ class RolloutRole:
         if "actor" not in recipe.workers():  # nobody sends weights: those of the recipe are version 0
             self._engine.serve(0)
             context.serving(0)
-        self._transport = GlooTransport(timeout_s=recipe.deadlines.sync_s)
+        self._receiver = WeightReceiver(f"{context.role}-{context.rank}")
         self._sampling = {
             TRAIN: self._sampling_at(recipe.rollout.temperature),
             EVAL: self._sampling_at(recipe.evaluate.temperature),
@@ -215,7 +224,7 @@ class RolloutRole:
         }
         return pa.RecordBatch.from_pydict(columns, schema=arrow_schema(ROLLOUT_COLUMNS))
 
-    def _load(self, name: str, tensor: torch.Tensor) -> None:
+    def _load(self, name: str, _: Box, tensor: torch.Tensor) -> None:
         self._engine.load(name, tensor)
         self._context.progress()
 
@@ -226,13 +235,19 @@ class RolloutRole:
         """
         self._context.activity("syncing")
         meeting = msgspec.convert(args["meeting"], Rendezvous)
-        manifest = msgspec.convert(args["manifest"], WeightManifest)
         version = int(args["version"])
-        member = f"{self._context.role}-{self._context.rank}"
-        self._engine.begin_load(manifest, version)
+        layout, memory = self._engine.layout(), self._engine
+        self._engine.begin_load(layout, version)
         try:
-            stats = self._transport.receive(meeting, member, manifest, self._load)
+            stats = self._receiver.receive(
+                meeting,
+                whole_part(layout),
+                self._load,
+                room=memory.room if isinstance(memory, PlainMemory) else None,
+                served=memory.served if isinstance(memory, PlainMemory) else None,
+            )
             self._engine.commit()
+            self._receiver.committed()
         except (DeadlineExceeded, IntegrityError, RuntimeError) as error:
             self._engine.abandon()
             if self._engine.state == "torn":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -125,3 +125,15 @@ class GenerationEngine(Protocol):
 
     def layout(self) -> WeightManifest:
         """Names, shapes and dtypes of the tensors that `load` expects."""
+
+
+@runtime_checkable
+class PlainMemory(Protocol):
+    """What an engine has besides that keeps its weights as plain tensors; without it a load takes a copy more, and
+    all weights move at every sync."""
+
+    def room(self, name: str) -> torch.Tensor | None:
+        """Memory into which a tensor may be written before `load` takes it."""
+
+    def served(self, name: str) -> torch.Tensor | None:
+        """What is served under a name now; None when nothing is."""

@@ -16,6 +16,7 @@ from rlmq.common.engines.shared_prompts import Places, places_of, sharing_cost
 from rlmq.common.engines.token_logprobs import token_logprobs
 from rlmq.common.engines.training import LossFunction, LossTerms, MicroBatch, PolicyOutput, StepStats
 from rlmq.common.errors import IntegrityError, RestartRequired
+from rlmq.common.layouts.part import WeightPart, own_part
 from rlmq.common.weights import WeightManifest
 
 if TYPE_CHECKING:
@@ -112,6 +113,10 @@ class TorchEngine:
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by name, tied aliases included, in the order of `layout`; references unless sharded."""
         yield from whole_by_name(self.model.state_dict().items(), self._served)
+
+    def part(self) -> WeightPart:
+        """This rank's own part of the weights, as they are served; references where it is stored so."""
+        return own_part(self.model.state_dict().items(), dtype=self._served)
 
     def logprobs(self, batch: MicroBatch) -> PolicyOutput:
         """Log-probs and entropy of all real response tokens, without gradient."""

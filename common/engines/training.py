@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from rlmq.common.layouts.part import WeightPart
     from rlmq.common.weights import WeightManifest
 
 
@@ -82,6 +83,9 @@ class TrainingEngine(Protocol):
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's weights by name, tied aliases included, in manifest order."""
+
+    def part(self) -> WeightPart:
+        """This rank's own part of the weights: what it holds of each, and the memory."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Optimizer state as named tensors (`exp_avg.NAME`, `exp_avg_sq.NAME`, `step`)."""

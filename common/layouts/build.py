@@ -224,13 +224,13 @@ def of_dtensors(
         for at in places.new_ones(places.shape).nonzero().tolist():
             if any(placement.is_partial() for placement in tensor.placements):
                 raise UsageError(f"tensor {name}", got=f"{tensor.placements}", expected="shards or replicas")
-            boxes = _dtensor_boxes(tensor, at)
+            boxes = dtensor_boxes(tensor, at)
             if boxes:
                 held[name][int(places[tuple(at)])] = boxes
     return Layout(named, held, aliases or {})
 
 
-def _dtensor_boxes(tensor: Any, at: Sequence[int]) -> tuple[Box, ...]:
+def dtensor_boxes(tensor: Any, at: Sequence[int]) -> tuple[Box, ...]:
     """The box at a place of the mesh."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as local
 

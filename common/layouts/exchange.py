@@ -29,7 +29,7 @@ from rlmq.common.layouts.groups import reason
 from rlmq.common.layouts.plan import Plan
 from rlmq.common.layouts.rounds import Parcel, Round, buffer_bytes, rounds_of
 from rlmq.common.layouts.sealing import Words, is_whole, seal
-from rlmq.common.layouts.views import Views
+from rlmq.common.layouts.views import Views, copy_values
 from rlmq.common.weights import TransferStats
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Exchange:
         *,
         generation: str,
         deadline: float,
+        extend_s: float = 0.0,
         progress: Callable[[], object] = lambda: None,
     ) -> TransferStats:
         """Send and receive this rank's part; returns when every member has all of its own, whole.
@@ -90,6 +91,7 @@ class Exchange:
             views: this rank's tensors.
             generation: names the exchange in errors.
             deadline: on `time.monotonic()`'s clock.
+            extend_s: a finished round moves the deadline to so long after it: a slow transfer is no broken one.
             progress: called after every round.
 
         Raises:
@@ -104,6 +106,7 @@ class Exchange:
         try:
             for posted in self._pipelined(lane, rounds_of(plan, self._own, self._bucket_bytes), waited):
                 lane.finish(posted, deadline)
+                deadline = max(deadline, time.monotonic() + extend_s)
                 progress()
                 if damaged < 0:
                     damaged = lane.damaged
@@ -245,7 +248,7 @@ class _Lane:
         for move, offset, size in parcel.chunks:
             view = (self._views.arrived if move.hop else self._views.held)(move.name, move.box)
             room = content[offset : offset + size].view(self._dtypes[move.name]).view(move.box.shape)
-            room.copy_(view)
+            copy_values(room, view)
             if size % 8:  # what lies behind it is part of the checksum
                 content[offset + size : offset + size + 8 - size % 8] = 0
             self.sent_bytes += size

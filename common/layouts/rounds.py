@@ -1,7 +1,7 @@
 """A plan as rounds: in each one a rank sends and receives no more than fits into its buffers.
 
 All ranks compute the same rounds, and each takes its own in their order. To end round i a rank needs of others only
-that they have posted round i, for which they need to have ended rounds before i: by induction over i no two ranks wait
+that they have posted round i, which only takes ended rounds before i: by induction over i no two ranks wait
 for each other for ever.
 """
 

@@ -53,17 +53,49 @@ class Shards:
                 )
             self._parts[name] = list(zip(boxes, own, strict=True))
 
+    def boxes(self, name: str) -> list[Box]:
+        """What there is of a tensor."""
+        return [box for box, _ in self._parts[name]]
+
+    def copied(self) -> Shards:
+        """The same with memory of its own, on the host."""
+        copy = object.__new__(Shards)
+        copy._aliases = self._aliases
+        copy._parts = {
+            name: [(box, tensor.detach().to("cpu", copy=True)) for box, tensor in parts]
+            for name, parts in self._parts.items()
+        }
+        return copy
+
     def __getitem__(self, place: tuple[str, Box]) -> torch.Tensor:
         """A view of a box that one shard contains."""
         name, box = place
         for own, tensor in self._parts[name if name in self._parts else self._aliases[name]]:
             if own.intersection(box) == box:
-                return tensor[tuple(map(slice, _minus(box.start, own.start), _minus(box.stop, own.start)))]
+                return sub_view(tensor, own, box)
         raise UsageError(f"box {box.start}..{box.stop} of {name}", got="no shard that contains it")
 
 
-def _minus(one: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
-    return [a - b for a, b in zip(one, other, strict=True)]
+def sub_view(tensor: torch.Tensor, own: Box, box: Box) -> torch.Tensor:
+    """The part of a tensor, which is box `own` of a larger one, that is `box` of that one."""
+    places = zip(box.start, box.stop, own.start, strict=True)
+    return tensor[tuple(slice(low - start, high - start) for low, high, start in places)]
+
+
+def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy between views of equal shape and type; on the host by numpy.
+
+    There torch would open a pool of threads in each thread that copies.
+    """
+    import numpy as np
+    import torch
+
+    if into.device.type != "cpu" or values.device.type != "cpu":
+        into.copy_(values)
+        return
+    if into.dtype is torch.bfloat16:
+        into, values = into.view(torch.int16), values.view(torch.int16)
+    np.copyto(into.detach().numpy(), values.detach().numpy())
 
 
 class ShardViews:
@@ -83,14 +115,14 @@ class ShardViews:
 
     def write(self, name: str, box: Box, content: torch.Tensor) -> None:
         """See `Views`."""
-        _of(self._target, "target")[name, box].copy_(content)
+        copy_values(_of(self._target, "target")[name, box], content)
 
     def keep(self, plan: Plan, rank: int) -> None:
         """Copy what the rank holds in both layouts, where that is not the same memory."""
         for name, box in plan.kept(rank):
             old, new = _of(self._source, "source")[name, box], _of(self._target, "target")[name, box]
             if old.data_ptr() != new.data_ptr():
-                new.copy_(old)
+                copy_values(new, old)
 
 
 def _of(shards: Shards | None, which: str) -> Shards:

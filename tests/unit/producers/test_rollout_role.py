@@ -19,17 +19,17 @@ from rlmq.buffer.store import RowRange
 from rlmq.buffer.tables import sample_tables
 from rlmq.common.calls import Calls, Desired
 from rlmq.common.columns import PROMPT_COLUMNS, arrow_schema
-from rlmq.common.engines.hf import HfEngine
 from rlmq.common.engines.staged_weights import StagedWeights
 from rlmq.common.errors import IntegrityError
 from rlmq.common.flow import sample_flow
-from rlmq.common.gloo import GlooTransport
+from rlmq.common.layouts import exchange
+from rlmq.common.layouts.part import own_part
+from rlmq.common.layouts.weight_sync import WeightSender
 from rlmq.common.logs import configure
 from rlmq.common.models import load_model, resolve_model
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
-from rlmq.common.weight_buckets import Bucket
 from rlmq.common.worker import WorkerContext
 from rlmq.producers.rollout import RolloutRole
 
@@ -85,17 +85,16 @@ class Bench:
     def receive(self, version: int, *, fails: bool = False) -> None:
         """Weights of this version come, as the trainer sends them."""
         model = load_model(resolve_model(self.recipe.model, RECIPES), torch.float32)
-        manifest = HfEngine(model, pad_id=0, eos_ids=(0,), max_batch=1).layout()
-        trainer = GlooTransport(timeout_s=30)
+        trainer = WeightSender(timeout_s=30)
         meeting = trainer.offer(f"g{version}", ("rollout-0",))
 
         def send() -> None:
             with contextlib.suppress(IntegrityError):
-                trainer.send(meeting, manifest, list(model.state_dict().items()))
+                trainer.send(meeting, own_part(model.state_dict().items()), version)
 
         sender = threading.Thread(target=send)
         sender.start()
-        told = {"meeting": msgspec.to_builtins(meeting), "manifest": msgspec.to_builtins(manifest)}
+        told = {"meeting": msgspec.to_builtins(meeting)}
         assert ("failed" in self.role.handlers()["receive_weights"]({**told, "version": version})) == fails
         sender.join()
 
@@ -261,11 +260,11 @@ def test_a_torn_engine_claims_nothing_until_weights_come_again(
 def test_a_damaged_transfer_leaves_the_old_version_which_serves_only_where_it_is_wanted(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # given a worker that serves version 1, and a bucket of version 2 with a flipped bit
+    # given a worker that serves version 1, and a message of version 2 with a flipped bit
     bench.want(1)
     bench.receive(1)
     bench.put("one")
-    monkeypatch.setattr(Bucket, "is_whole", lambda *_: False)
+    monkeypatch.setattr(exchange, "is_whole", lambda *_: False)
     bench.want(2)
     bench.receive(2, fails=True)
     # then version 2 serves nobody, and version 1 is whole

@@ -1,7 +1,7 @@
-"""One receiving process: `gloo_receiver.py MEETING MANIFEST MEMBER FOLDER BEHAVIOUR`.
+"""One receiving process: `weight_receiver.py MEETING MANIFEST MEMBER FOLDER BEHAVIOUR`.
 
 Behaviours: `whole`; `killed` and `stopped` (by its own signal, after the first tensor); `late` (never joins);
-`flips` (one bit of every bucket as if the wire had done it).
+`flips` (one bit of every message, as if the wire had done it).
 """
 
 from __future__ import annotations
@@ -16,43 +16,49 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from rlmq.common import weight_buckets
 from rlmq.common.errors import RlmqError
-from rlmq.common.gloo import GlooTransport
+from rlmq.common.layouts import exchange
+from rlmq.common.layouts.layout import Box
+from rlmq.common.layouts.part import whole_part
+from rlmq.common.layouts.sealing import Words
+from rlmq.common.layouts.weight_sync import WeightReceiver
 from rlmq.common.weights import Rendezvous, WeightManifest
 
 TAKEN: dict[str, torch.Tensor] = {}
 
 
 def flip_bits() -> None:
-    """Damage arriving buffers before they are looked at."""
-    check = weight_buckets.Bucket.is_whole
+    """Damage arriving messages before they are looked at."""
+    check = exchange.is_whole
 
-    def after_a_flip(bucket: weight_buckets.Bucket, payload_bytes: int, number: int) -> bool:
-        bucket.payload[payload_bytes // 2] ^= 0x10
-        return check(bucket, payload_bytes, number)
+    def after_a_flip(message: Words, number: int) -> bool:
+        message[message.size // 2] ^= 0x10
+        return check(message, number)
 
-    weight_buckets.Bucket.is_whole = after_a_flip  # type: ignore[method-assign]
+    exchange.is_whole = after_a_flip  # type: ignore[assignment]
 
 
 def main() -> int:
     meeting = msgspec.json.decode(sys.argv[1], type=Rendezvous)
     manifest = msgspec.json.decode(sys.argv[2], type=WeightManifest)
     member, folder, behaviour = sys.argv[3], Path(sys.argv[4]), sys.argv[5]
+    (folder / f"{member}.imported").touch()
     if behaviour == "late":
         time.sleep(60)
     if behaviour == "flips":
         flip_bits()
 
-    def take(name: str, tensor: torch.Tensor) -> None:
+    def take(name: str, _: Box, tensor: torch.Tensor) -> None:
         TAKEN[name] = tensor.clone()
+        if not tensor.numel():
+            return  # it comes before the others join
         if behaviour == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if behaviour == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
 
     try:
-        GlooTransport().receive(meeting, member, manifest, take)
+        WeightReceiver(member).receive(meeting, whole_part(manifest), take)
     except RlmqError as error:
         print(error, flush=True)
         return int(error.exit_code)
