@@ -22,6 +22,7 @@ from rlmq.common.messages import Beat, CallBell, DesiredBell, Done, Doorbell, Go
 from rlmq.common.metrics import CALLS_HANDLED, STALE_COMMANDS
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
+from rlmq.common.service import Service
 from rlmq.common.watch import LinkWatch, SignalWatch
 from rlmq.common.worker import CallHandler, Role, WorkerContext
 from rlmq.common.worker_state import WorkerState
@@ -57,7 +58,8 @@ class Worker:
         self._rank = rank
         self._fingerprint = fingerprint
         self._log = log
-        self._state = WorkerState(role, rank)
+        self._service = Service()
+        self._state = WorkerState(role, rank, self._service.alive)
         self._halt = threading.Event()
         self._cut_off = False
         self._bell_rang = threading.Event()
@@ -103,6 +105,7 @@ class Worker:
                 closing.add(role.close)
                 self._state.ready = True
                 self._bus.beat()
+                self._service.ready(f"{self._role_name}-{self._rank} works")
                 self._log.info("ready", incarnation=self._state.incarnation)
                 self._loop(role)
                 while self._cut_off and not self._told_to_stop():
@@ -111,6 +114,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - the supervised loop: an unexpected end is told, then restarted
             failure = error
         code, message = self._verdict(failure)
+        self._service.stopping(message or "ended")
         self._bus.leave(self._goodbye(code, message))
         if message:
             self._log.error("ended", exit_code=code, error=message)
@@ -169,6 +173,7 @@ class Worker:
 
     def _stop(self) -> None:
         """On any thread: the work in hand ends at its next boundary."""
+        self._service.stopping()
         self._halt.set()
         self._bus.wake.set()
 
@@ -209,6 +214,7 @@ class Worker:
         looked_at = 0.0
         while not self._halt.is_set():
             self._bus.check()
+            self._service.alive()
             rang = self._bell_rang.is_set()
             if rang or time.monotonic() - looked_at >= _POLL_S:
                 self._bell_rang.clear()

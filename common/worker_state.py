@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Callable
 
 from rlmq.common.calls import Activity
 from rlmq.common.messages import Heartbeat
@@ -12,9 +13,14 @@ from rlmq.common.metrics import ACTIVITY_SECONDS
 
 
 class WorkerState:
-    """Written by the compute thread; the bus thread reads it for a heartbeat, which may be a moment old."""
+    """Written by the compute thread; the bus thread reads it for a heartbeat, which may be a moment old.
 
-    def __init__(self, role: str, rank: int) -> None:
+    Args:
+        moved: called whenever work moves on.
+    """
+
+    def __init__(self, role: str, rank: int, moved: Callable[[], None] = lambda: None) -> None:
+        self._moved = moved
         self._role = role
         self._rank = rank
         self._host = platform.node()
@@ -46,6 +52,7 @@ class WorkerState:
         self._progress += 1
         self._moved_at = time.monotonic()
         self._wait = ""
+        self._moved()
 
     def waits(self, what: str) -> None:
         """It sleeps for this; the same words again go on with the same wait."""

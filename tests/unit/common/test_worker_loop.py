@@ -6,12 +6,14 @@ import os
 import platform
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -374,10 +376,42 @@ def test_the_first_error_is_told_when_closing_fails_too(run: Run, capfd: pytest.
     assert errors == ["error: echo: got a wrong call, expected another."]
 
 
-def start_process(run: Run, drain_s: float) -> subprocess.Popen[bytes]:
+def start_process(run: Run, drain_s: float, **variables: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(Path(__file__).with_name("echo_worker.py")), str(run.folder.path)]
     server = run.calls._client.connection_pool.connection_kwargs["path"]
-    return subprocess.Popen([*command, f"unix://{server}", str(drain_s)], stderr=subprocess.DEVNULL)
+    env = {**os.environ, **variables}
+    return subprocess.Popen([*command, f"unix://{server}", str(drain_s)], stderr=subprocess.DEVNULL, env=env)
+
+
+def test_systemd_is_told_of_readiness_life_and_end_and_not_of_a_hang(run: Run, tmp_path: Path) -> None:
+    # given a service manager that wants a sign of life every 0.4 s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+
+        def told() -> str:
+            return manager.recv(4096).decode()
+
+        # when a worker starts, then it is ready, and lives while it is idle
+        variables = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "400000"}
+        process = start_process(run, drain_s=1, **variables)
+        assert "READY=1" in [line for _ in range(2) for line in told().splitlines()]
+        assert {told() for _ in range(3)} == {"WATCHDOG=1"}
+        # when it hangs in a call, then there is no sign for more than a period
+        call = run.submit("1/1/reward.hold", method="hold")
+        wait_until(lambda: any(beat.call == call.id for beat in run.heartbeats()), 30)
+        manager.setblocking(False)
+        with suppress(BlockingIOError):
+            while told():
+                pass
+        manager.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            told()
+        # when it is told to end, then it says that it does
+        manager.settimeout(30)
+        process.terminate()
+        assert told().startswith("STOPPING=1")
+        process.wait(timeout=30)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
