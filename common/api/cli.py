@@ -319,13 +319,14 @@ def bench(
 def keys(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where the keys lie.")] = Path("keys"),
     role: Annotated[
-        str | None, typer.Option("--role", help="Make this pair anew: a role, controller or operator.")
+        str | None, typer.Option("--role", help="Make this pair anew: a role, a node, controller or operator.")
     ] = None,
+    recipe: Annotated[Path | None, typer.Option("--recipe", help="Make pairs for its nodes too.")] = None,
 ) -> int:
     """Make the keys of the control plane that are missing, and say which machine needs which."""
     from rlmq.cli_keys import keys_command
 
-    return keys_command(folder, role)
+    return keys_command(folder, role, recipe)
 
 
 @app.command()

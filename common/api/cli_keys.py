@@ -6,12 +6,14 @@ from pathlib import Path
 
 from rlmq.common.curve import CONTROLLER, OPERATOR, Keys
 from rlmq.common.errors import UsageError
+from rlmq.common.recipe.load import load_recipe
 from rlmq.compose import ROLES
 
 
-def keys_command(folder: Path, role: str | None) -> int:
+def keys_command(folder: Path, role: str | None, recipe: Path | None) -> int:
     """`rlmq keys`. Without a role it makes the pairs that are missing; with one it makes that pair anew."""
-    names = (CONTROLLER, *ROLES, OPERATOR)
+    nodes = () if recipe is None else [node.name for node in load_recipe(recipe).recipe.nodes]
+    names = (CONTROLLER, *ROLES, *nodes, OPERATOR)
     if role is not None and role not in names:
         raise UsageError("--role", got=repr(role), expected=f"one of {', '.join(names)}")
     keys = Keys(folder.absolute())

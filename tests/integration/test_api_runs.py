@@ -82,4 +82,4 @@ def test_a_future_that_is_late_names_who_it_waits_for(cli: Any) -> None:
     # then the run ends with the deadline's exit code, and says who has the rows
     assert up.returncode == 5, out + err
     [error] = [line for line in err.splitlines() if "at stage reward: got 32 not done after 5 s" in line]
-    assert re.search(r"rollout-0 holds 32 rows of stage rollout|32 rows .* unclaimed by rollout-0", error)
+    assert re.search(r"rollout-0 holds 32 rows of stage rollout|32 rows of stage rollout .* by rollout", error)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import zmq
+from integration.test_nodes import NODE, recipe
 
 from rlmq.common.bus import connect
 from rlmq.common.curve import Keys
@@ -132,7 +133,8 @@ def attacked(module_cli: Any) -> tuple[RunFolder, Hostile, dict[str, float], Pat
     audit.mkdir()
     site.mkdir()
     (site / "sitecustomize.py").write_text(AUDIT)
-    made = module_cli.run("keys", folder / "keys")
+    own = recipe(module_cli, folder, NODE)
+    made = module_cli.run("keys", folder / "keys", "--recipe", own)
     assert made.code == 0, made.text
     control = ControlBlock(address=f"tcp://127.0.0.1:{free_port()}", keys=str(folder / "keys"))
     with pytest.MonkeyPatch.context() as patch:
@@ -140,7 +142,7 @@ def attacked(module_cli: Any) -> tuple[RunFolder, Hostile, dict[str, float], Pat
         patch.setenv("AUDIT_FOLDER", str(audit))
         up = module_cli.start(
             "up",
-            module_cli.tiny,
+            own,
             "train.steps=6",
             "algorithm.kl_coef=0.01",
             f"control.address={control.address}",
@@ -202,7 +204,7 @@ def test_no_process_looks_up_a_class_for_a_pickle(
     armed = [path.read_text() for path in audit.glob("*.armed")]
     assert any(" controller " in line for line in armed)
     assert any("reward_child" in line for line in armed)
-    assert not [role for role in ROLES if not any(f" worker {role} " in line for line in armed)]
+    assert not [role for role in (*ROLES, "safety") if not any(f" worker {role} " in line for line in armed)]
     assert not {path.name: path.read_text() for path in audit.glob("*.fired")}
 
 
