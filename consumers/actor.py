@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -17,10 +17,12 @@ import torch
 from rlmq.buffer.batch_log import BatchEntry, LoggedLoss, Update
 from rlmq.buffer.store import Claim, ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import TRAIN
+from rlmq.common.engines.mesh_groups import training_groups
 from rlmq.common.engines.scoring import ScoringEngine, load_scorer, scorer_config
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import LossFunction, LossTerms, MicroBatch, PolicyOutput
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, RlmqError
+from rlmq.common.layouts.layout import MeshShape
 from rlmq.common.layouts.weight_sync import WeightSender
 from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
 from rlmq.common.models import load_model
@@ -29,6 +31,9 @@ from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.consumers.batch import Batch, batch_columns, plan_loss, plan_step, read_batch
 from rlmq.consumers.trainer import Found, Trainer, Work
+
+if TYPE_CHECKING:
+    from rlmq.common.engines.parallel_trainer import ParallelEngine
 
 
 class ActorRole(Trainer[TorchEngine]):
@@ -48,8 +53,14 @@ class ActorRole(Trainer[TorchEngine]):
             self._tell_durable()
             self._log.cut_back(self._trained)
 
+    def _shape(self) -> MeshShape:
+        place = self._recipe.placement.actor
+        return MeshShape(place.pp, place.tp, place.dp)
+
     def _build(self, checkpoint: Path | None) -> TorchEngine:
         folder = checkpoint or self._model_folder
+        if self._recipe.placement.actor.strategy == "3d":
+            return self._build_parallel(folder)
         if self._algorithm.scorer:
             model = load_scorer(folder, pad_id=self._pad_id, seed=self._recipe.run.seed)
             self._config = scorer_config(model)
@@ -57,6 +68,13 @@ class ActorRole(Trainer[TorchEngine]):
         model = load_model(folder, torch.float32)
         temperature = self._recipe.rollout.temperature
         return TorchEngine(model, self._recipe.train, temperature=temperature, group=self._mesh.group)
+
+    def _build_parallel(self, folder: str | Path) -> ParallelEngine:
+        from rlmq.common.engines.parallel_trainer import ParallelEngine
+
+        groups = training_groups(self._mesh.shape, self._context.rank, self._mesh.part)
+        temperature = self._recipe.rollout.temperature
+        return ParallelEngine(folder, self._recipe.train, groups, temperature=temperature)
 
     def _tell_durable(self) -> None:
         self._log.tell_durable(self._trained)
@@ -90,10 +108,12 @@ class ActorRole(Trainer[TorchEngine]):
         step = int(args["step"])
         self._catch_up(step - 1)
         self._prompts = tuple(args.get("prompts", ()))
-        if self._trained < step and self._context.rank == 0:
+        if self._trained >= step:
+            return {}
+        if self._context.rank == 0:
             self._formed = self._found(step, redo=False, update=bool(args["update"]))
-            return {} if self._formed is not None else {"again": True}
-        return {}
+        self._finish_giving()
+        return {"again": True} if self._context.rank == 0 and self._formed is None else {}
 
     def _train(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Train one step: redo it if it is in the log, else claim its batch, log it, and train.
@@ -193,7 +213,7 @@ class ActorRole(Trainer[TorchEngine]):
             step=step,
             recipe=self._recipe,
             algorithm=self._algorithm,
-            world_size=self._mesh.size,
+            world_size=self._mesh.shape.dp,
             update=update,
         )
         losses = [

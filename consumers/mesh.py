@@ -10,13 +10,17 @@ import contextlib
 import datetime
 import socket
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from rlmq.common.calls import Calls
+from rlmq.common.engines.mesh_groups import MakeGroup
 from rlmq.common.errors import RestartRequired
+from rlmq.common.layouts.groups import join
+from rlmq.common.layouts.layout import MeshShape
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,12 +32,41 @@ _CONNECT = datetime.timedelta(seconds=5)  # torch tries as long as this at an ad
 
 
 class Mesh:
-    """Collectives over plain bytes and tensors; with one rank, nothing happens."""
+    """Collectives over plain bytes and tensors; with one rank, nothing happens.
 
-    def __init__(self, group: ProcessGroup | None, rank: int, size: int) -> None:
+    Attributes:
+        shape: what the ranks are in `pp x tp x dp`; all of them replicas where nothing else is said.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        rank: int,
+        size: int,
+        shape: MeshShape | None = None,
+        join: MakeGroup = lambda _name, _ranks: None,
+    ) -> None:
         self.group = group
         self.rank = rank
         self.size = size
+        self.shape = shape or MeshShape(dp=size)
+        self._join = join
+
+    @property
+    def replica(self) -> int:
+        """Which data-parallel replica this rank is a part of."""
+        return self.shape.place(self.rank)[2]
+
+    def part(self, name: str, ranks: Sequence[int]) -> ProcessGroup | None:
+        """A group of some ranks, in their order, this one among them; None for one alone.
+
+        Raises:
+            RestartRequired: a rank died or did not come in time.
+        """
+        try:
+            return self._join(f"{name} {list(ranks)}", ranks) if len(ranks) > 1 else None
+        except RuntimeError as error:
+            raise _lost(error) from error
 
     def broadcast(self, payload: bytes) -> bytes:
         """Rank 0's bytes, on every rank.
@@ -75,14 +108,23 @@ class Mesh:
         return [bytes(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes, strict=True)]
 
 
-def meet(calls: Calls, *, role: str, rank: int, size: int, incarnation: int, timeout_s: float) -> Mesh:
+def meet(
+    calls: Calls,
+    *,
+    role: str,
+    rank: int,
+    size: int,
+    incarnation: int,
+    timeout_s: float,
+    shape: MeshShape | None = None,
+) -> Mesh:
     """Join the mesh of this generation, which rank 0 opens; no generation takes a rank twice.
 
     Raises:
         RestartRequired: the ranks did not find each other within `timeout_s`.
     """
     if size == 1:
-        return Mesh(None, 0, 1)
+        return Mesh(None, 0, 1, shape)
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         note = f"{role}_mesh"
@@ -92,7 +134,11 @@ def meet(calls: Calls, *, role: str, rank: int, size: int, incarnation: int, tim
         group: dist.ProcessGroup = gloo(dist.PrefixStore("ranks", store), rank, size, timeout)
     except RuntimeError as error:
         raise _lost(error) from error
-    return Mesh(group, rank, size)
+
+    def join_part(name: str, ranks: Sequence[int]) -> ProcessGroup:
+        return join(store, name, list(ranks).index(rank), len(ranks), timeout_s)
+
+    return Mesh(group, rank, size, shape, join_part)
 
 
 def _open(calls: Calls, note: str, size: int, timeout: datetime.timedelta) -> dist.Store:

@@ -6,17 +6,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
-from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.errors import DependencyError
 from rlmq.common.metrics import CHECKPOINT_BLOCKED_SECONDS, CHECKPOINT_FAILURES, CHECKPOINT_SECONDS
 from rlmq.consumers.checkpoint_writer import CheckpointWriter
 from rlmq.consumers.tensor_files import without_aliases
 
+if TYPE_CHECKING:
+    import torch
+
 Save = Callable[..., object]
+
+
+class Saved(Protocol):
+    """What is saved; both are asked for, one after the other."""
+
+    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights by name."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Optimizer state by name."""
 
 
 class SavedSteps:
@@ -30,7 +42,7 @@ class SavedSteps:
 
     def __init__(
         self,
-        engine: TorchEngine,
+        engine: Saved,
         durable: int,
         committed: Callable[[int], None],
         events: structlog.stdlib.BoundLogger,

@@ -6,11 +6,11 @@ redoes the entries after it. The payload of a step stays until every trainer of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from rlmq.common.engines.micro_batches import build_micro_batch
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import MicroBatch, StepStats
 from rlmq.common.errors import IntegrityError, UsageError
+from rlmq.common.layouts.layout import MeshShape
 from rlmq.common.models import load_tokenizer, pad_id, resolve_model
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.worker import WorkerContext
@@ -34,10 +35,14 @@ from rlmq.consumers.batch import Batch, batch_columns, dealt, read_batch
 from rlmq.consumers.file_checkpoints import FileCheckpoints
 from rlmq.consumers.labels import label_columns
 from rlmq.consumers.logged_steps import LoggedSteps, tables_of
-from rlmq.consumers.mesh import meet
+from rlmq.consumers.mesh import Mesh, meet
 from rlmq.consumers.saved_steps import SavedSteps
 
+if TYPE_CHECKING:
+    import torch
+
 _NO_ENTRY = b"\xc0"  # nil in msgpack
+_GIVE = b"give"  # no entry of the log: rank 0 saves
 _NO_FIGURES = {"tokens", "rows"}
 
 Engine = TypeVar("Engine", bound=TorchEngine)
@@ -72,6 +77,7 @@ class Trainer(Generic[Engine]):
             size=context.world_size,
             incarnation=context.incarnation,
             timeout_s=recipe.deadlines.step_s,
+            shape=self._shape(),
         )
         self._log = LoggedSteps(
             store, FileBatchLog(context.run.batch_log), self._read, exact=recipe.deterministic, events=context.log
@@ -82,7 +88,11 @@ class Trainer(Generic[Engine]):
         self._metrics: dict[str, Any] = {}
         self._config: Mapping[str, Any] = {}  # what a checkpoint's config.json says beside the first model's
         self._engine = self._restored()
-        self._saved = SavedSteps(self._engine, self._trained, self._committed, context.log)
+        self._saved = SavedSteps(_Gathered(self._engine, self._mesh), self._trained, self._committed, context.log)
+
+    def _shape(self) -> MeshShape | None:
+        """How the model lies on the ranks; None: each has all of it."""
+        return None
 
     def _restored(self) -> Engine:
         """The engine at the newest checkpoint, or at the model that training begins with."""
@@ -112,9 +122,12 @@ class Trainer(Generic[Engine]):
         self._store.wait([], timeout_s=timeout_s, wake_fd=wake_fd)
 
     def close(self) -> None:
-        """Save what was trained since the last checkpoint."""
+        """Save what was trained since the last checkpoint.
+
+        A sharded model is not: ranks that end may not wait for each other. A redo of the log makes the same.
+        """
         self._saved.settle(wait=True)
-        if self._whole and self._context.rank == 0:
+        if self._whole and self._context.rank == 0 and not self._engine.sharded:
             self._save()
 
     # -- steps ---------------------------------------------------------------------------------------------
@@ -131,21 +144,30 @@ class Trainer(Generic[Engine]):
 
     def _on_every_rank(self, own: Found | None) -> Found | None:
         """What rank 0 found."""
-        encoded = self._mesh.broadcast(_NO_ENTRY if own is None else msgspec.msgpack.encode(own[0]))
+        encoded = self._follow(_NO_ENTRY if own is None else msgspec.msgpack.encode(own[0]))
         if encoded == _NO_ENTRY:
             return None
         return own or self._with_rows(msgspec.msgpack.decode(encoded, type=BatchEntry))
 
+    def _follow(self, word: bytes = _NO_ENTRY) -> bytes:
+        """Rank 0's word, on every rank; until it comes, the others give their part of what rank 0 saves."""
+        while (heard := self._mesh.broadcast(word)) == _GIVE and self._context.rank != 0:
+            for _ in self._engine.shards():
+                pass
+            self._engine.state()
+        return heard
+
     def _for_this_mesh(self, updates: tuple[Update, ...], step: int) -> tuple[Update, ...]:
         """Updates as they are logged, or dealt round to another number of ranks than they were logged for."""
-        logged = len(updates[0].micro_batches) if updates else self._mesh.size
-        if self._recipe.deterministic and logged != self._mesh.size:
+        replicas = self._mesh.shape.dp
+        logged = len(updates[0].micro_batches) if updates else replicas
+        if self._recipe.deterministic and logged != replicas:
             raise UsageError(
                 f"placement.{self._context.role}.workers, step {step}",
-                got=f"{self._mesh.size} ranks",
+                got=f"{replicas} replicas",
                 expected=f"the {logged} that the batch log was written with, for the same bits",
             )
-        return dealt(updates, self._mesh.size)
+        return dealt(updates, replicas)
 
     def _with_rows(self, entry: BatchEntry) -> Found:
         return entry, self._read(entry)
@@ -190,7 +212,7 @@ class Trainer(Generic[Engine]):
                 pad_id=self._pad_id,
             )
 
-        return [[rectangle(rows) for rows in update.micro_batches[self._context.rank]] for update in updates]
+        return [[rectangle(rows) for rows in update.micro_batches[self._mesh.replica]] for update in updates]
 
     def _update_all(
         self, updates: Sequence[Update], work: Sequence[Sequence[Work]], losses: Sequence[LoggedLoss] = ()
@@ -228,12 +250,19 @@ class Trainer(Generic[Engine]):
         """
         self._catch_up(int(args["step"]))
         if self._context.rank != 0:
+            self._finish_giving()
             return {}
         self._context.activity("checkpointing")
         self._protect = frozenset(args["protect"])
         with self._saved.waiting():
             self._saved.begin(self._trained, self._saving())
+        self._finish_giving()
         return {"step": self._trained}
+
+    def _finish_giving(self) -> None:
+        """Ranks of a sharded model take part in what rank 0 saves up to here."""
+        if self._engine.sharded:
+            self._follow()
 
     def _settle(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """The run's last step has a checkpoint when this returns.
@@ -245,6 +274,7 @@ class Trainer(Generic[Engine]):
         if self._context.rank == 0:
             with self._saved.waiting():
                 self._save()
+        self._finish_giving()
         return {"step": self._trained, **self._saved.take_figures()}
 
     def _save(self) -> None:
@@ -278,6 +308,24 @@ class Trainer(Generic[Engine]):
         ]
         newest = [max(FileCheckpoints(folder).steps(), default=0) for folder in folders]
         self._store.advance(min(self._saved.durable, *newest))
+
+
+class _Gathered:
+    """The engine as rank 0 saves it: of a sharded one, every rank gives its part (see `Trainer._follow`)."""
+
+    def __init__(self, engine: TorchEngine, mesh: Mesh) -> None:
+        self._engine = engine
+        self._mesh = mesh
+
+    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TorchEngine.shards`; `state` is asked for next."""
+        if self._engine.sharded:
+            self._mesh.broadcast(_GIVE)
+        return self._engine.shards()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """See `TorchEngine.state`."""
+        return self._engine.state()
 
 
 def _figures(total: Mapping[str, float], update: Update, losses: Mapping[str, Update]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from rlmq.common.recipe.block import Beta, Block, PositiveFloat, PositiveInt
 from rlmq.common.recipe.critic_block import CriticBlock, RewardModelBlock
 from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.node_block import NodeBlock
+from rlmq.common.recipe.placement_block import ActorPlacement, RolePlacement
 from rlmq.common.recipe.reward_block import RewardBlock
 
 
@@ -179,17 +180,10 @@ class TrainBlock(Block):
     activation_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
 
 
-class RolePlacement(Block):
-    """How many processes a role has, and threads for each."""
-
-    workers: PositiveInt = Field(default=1, description="Processes of this role.")
-    threads: PositiveInt | None = Field(default=None, description="Compute threads per process; none: all cores.")
-
-
 class PlacementBlock(Block):
     """Processes per role."""
 
-    actor: RolePlacement = Field(default_factory=RolePlacement, description="Trainer ranks (data parallel).")
+    actor: ActorPlacement = Field(default_factory=ActorPlacement, description="Trainer ranks.")
     rollout: RolePlacement = Field(default_factory=RolePlacement, description="Generation workers.")
     reward: RolePlacement = Field(default_factory=RolePlacement, description="Reward workers.")
     reference: RolePlacement = Field(default_factory=RolePlacement, description="Reference workers, if any.")
@@ -384,6 +378,14 @@ class Recipe(Block):
                 raise ValueError(f"reward_model.learns: the name of a reward that it does not give ({truths})")
             if LEARNED not in asked:
                 raise ValueError(f"reward: an item `column: {LEARNED}`, since reward_model.learns is given")
+        return self
+
+    @model_validator(mode="after")
+    def _policy_on_a_mesh(self) -> Recipe:
+        if self.placement.actor.strategy == "3d" and self.algorithm.name == "reward_model":
+            raise ValueError(
+                "placement.actor.strategy torch with algorithm reward_model: 3d trains language models"
+            )
         return self
 
     @property

@@ -1,0 +1,41 @@
+"""Where roles run: processes, threads, and how the actor's model lies on its ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rlmq.common.recipe.block import Block, PositiveInt
+
+
+class RolePlacement(Block):
+    """How many processes a role has, and threads for each."""
+
+    workers: PositiveInt = Field(default=1, description="Processes of this role.")
+    threads: PositiveInt | None = Field(default=None, description="Compute threads per process; none: all cores.")
+
+
+class ActorPlacement(RolePlacement):
+    """The trainer ranks of the policy: `pp · tp` of them hold the model together; the others are replicas."""
+
+    strategy: Literal["torch", "3d"] = Field(
+        default="torch", description="torch: each rank holds the whole model. 3d: it is cut over pp and tp."
+    )
+    pp: PositiveInt = Field(default=1, description="Pipeline stages (3d).")
+    tp: PositiveInt = Field(default=1, description="Tensor ranks of each stage (3d).")
+
+    @property
+    def dp(self) -> int:
+        """Replicas of the model."""
+        return self.workers // (self.pp * self.tp)
+
+    @model_validator(mode="after")
+    def _whole_replicas(self) -> ActorPlacement:
+        if self.strategy != "3d" and (self.pp, self.tp) != (1, 1):
+            raise ValueError(f"strategy: 3d with pp or tp, not {self.strategy}")
+        if self.workers % (self.pp * self.tp):
+            raise ValueError(
+                f"workers: a multiple of pp · tp = {self.pp * self.tp}, not {self.workers}: all ranks are counted"
+            )
+        return self
