@@ -48,6 +48,7 @@ class BatchEntry(msgspec.Struct, frozen=True):
     step makes; `behaviour_versions` are the least and greatest version that generated its tokens. `state` is what
     the algorithm carries to the next step, `figures` what it tells of this one; `critic_updates` are the critic's.
     `prompts`: how many were admitted at first and by each refill, where others come for groups that were dropped.
+    `rewards` are those of the rows, where prompts are taken by them (`data.difficulty`).
     `losses` are the other losses of the updates; `reward_model_updates` are those of the run's reward model.
     """
 
@@ -62,6 +63,7 @@ class BatchEntry(msgspec.Struct, frozen=True):
     figures: dict[str, float] = {}
     critic_updates: tuple[Update, ...] = ()
     prompts: tuple[int, ...] = ()
+    rewards: tuple[float, ...] = ()
     losses: tuple[LoggedLoss, ...] = ()
     reward_model_updates: tuple[Update, ...] = ()
 

@@ -131,6 +131,7 @@ def plan_step(
         state=dict(batch.estimates.state),
         figures=dict(batch.estimates.metrics),
         critic_updates=tuple(_critic_updates(batch, step, recipe)) if algorithm.critics else (),
+        rewards=tuple(batch.rewards.tolist()) if recipe.data.difficulty.window is not None else (),
         reward_model_updates=tuple(_reward_model_updates(batch, step, recipe)),
     )
 

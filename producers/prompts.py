@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.store import ExperienceStore
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.columns import DATA_COLUMNS, GREEDY, PROMPT_COLUMNS, arrow_schema
@@ -23,6 +24,7 @@ from rlmq.common.models import eos_ids, folder_context_length, load_tokenizer, r
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.producers.data import Row, load_rows
+from rlmq.producers.measured_order import MeasuredOrder
 from rlmq.producers.prompt_order import MixedOrder, PromptOrder
 from rlmq.producers.prompt_tokens import (
     LengthPolicy,
@@ -69,6 +71,9 @@ class PromptsRole:
         self._waits = context.waits
         self._prompts = load_prompts(recipe, context)
         self._order = self._make_order()
+        self._log = FileBatchLog(context.run.batch_log)
+        self._measured: MeasuredOrder | None = None
+        self._server = ""
         self._losses = {table: self._loss_rows(own, context) for table, own in recipe.tables.items()}
 
     @staticmethod
@@ -121,7 +126,7 @@ class PromptsRole:
         """
         step, per_step = int(args["step"]), self._recipe.data.prompts_per_step
         first, count = int(args.get("first", (step - 1) * per_step)), int(args.get("count", per_step))
-        prompts = [self._prompts.train.prompts[i] for i in self._order.prompts_at(first, count)]
+        prompts = [self._prompts.train.prompts[i] for i in self._places(step, first, count)]
         greedy, after = algorithm_of(self._recipe).greedy_baseline, int(args.get("after", 0))
         for table, loss in self._losses.items() if after == 0 else ():
             of_data = [loss.rows.prompts[i] for i in loss.order.step_prompts(step)]
@@ -129,6 +134,18 @@ class PromptsRole:
         size = self._recipe.algorithm.group_size
         samples = self._put("train", step, prompts, size, greedy=greedy, after=after)
         return {"samples": samples, "prompts": len(prompts), "greedy": len(prompts) * greedy}
+
+    def _places(self, step: int, first: int, count: int) -> list[int]:
+        data = self._recipe.data
+        if data.difficulty.window is None:
+            return self._order.prompts_at(first, count)
+        server = self._store.server_id()
+        if self._measured is None or server != self._server:  # one that came back older may cost logged steps
+            order = PromptOrder(
+                len(self._prompts.train.prompts), count, self._recipe.run.seed, shuffle=data.shuffle
+            )
+            self._measured, self._server = MeasuredOrder(order, data.difficulty, self._log.entries), server
+        return self._measured.of_step(step)
 
     def missing(self, _args: Mapping[str, Any]) -> dict[str, Any]:
         """How many more groups would make the step's rows as many as it should have."""

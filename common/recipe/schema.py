@@ -14,6 +14,7 @@ from rlmq.common.columns import LEARNED
 from rlmq.common.recipe.algorithm_block import AlgorithmBlock
 from rlmq.common.recipe.block import Beta, Block, PositiveFloat, PositiveInt
 from rlmq.common.recipe.critic_block import CriticBlock, RewardModelBlock
+from rlmq.common.recipe.difficulty_block import DifficultyBlock
 from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.placement_block import ActorPlacement, RolePlacement
@@ -66,6 +67,7 @@ class DataBlock(Block):
     mixture: tuple[MixtureBlock, ...] = Field(
         default=(), description="Weights of the training sets by step (a curriculum); none: all prompts alike."
     )
+    difficulty: DifficultyBlock = Field(default_factory=DifficultyBlock)
     eval: str | dict[str, str] | None = Field(
         default=None, description="Evaluation sets: one source, or a mapping of names to sources."
     )
@@ -103,6 +105,8 @@ class DataBlock(Block):
             )
         if self.mixture and (self.mixture[0].from_step != 1 or self.passes is not None):
             raise ValueError("mixture: from_step 1 first, and no passes (a mixture has no end)")
+        if self.difficulty.window is not None and (self.mixture or self.passes is not None):
+            raise ValueError("difficulty: no mixture and no passes with a window, which passes prompts over")
         if [one.from_step for one in self.mixture] != sorted({one.from_step for one in self.mixture}):
             raise ValueError("mixture: each from_step greater than the one before")
         return self
@@ -332,8 +336,13 @@ class Recipe(Block):
         if algorithm is not None and not algorithm.online:
             if isinstance(block, DataBlock) and block.eval is not None:
                 raise ValueError(f"no eval: {algorithm.name} generates nothing that could be scored")
+            if isinstance(block, DataBlock) and block.difficulty.window is not None:
+                raise ValueError(f"no difficulty: {algorithm.name} has no rewards")
             if isinstance(block, RolloutBlock) and block.temperature != 1.0:
                 raise ValueError(f"temperature 1: {algorithm.name} learns the model's own distribution")
+        measured = isinstance(block, DataBlock) and block.difficulty.window is not None
+        if measured and algorithm is not None and algorithm.dynamic_sampling:
+            raise ValueError("no difficulty with dynamic_sampling: dropped groups would not be measured")
         return block
 
     @field_validator("reward")
