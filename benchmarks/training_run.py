@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ _ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 1800
 
 # Runs side by side: each has about one process that computes at a time.
-AT_ONCE = max(1, (os.cpu_count() or 1))
+AT_ONCE = os.cpu_count() or 1
 
 
-def training_steps(recipe: Path, seed: int, options: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` of the run's training steps, in order.
+@contextmanager
+def finished_run(recipe: Path, seed: int, options: Sequence[str] = ()) -> Iterator[Path]:
+    """The folder of a whole run, for as long as the block lasts.
 
     Raises:
         RuntimeError: the run failed; the text is what it wrote.
@@ -39,6 +41,12 @@ def training_steps(recipe: Path, seed: int, options: Sequence[str] = ()) -> list
         )
         if done.returncode != 0:
             raise RuntimeError(f"{recipe.name} {' '.join(own)}: {done.stderr}")
-        lines = (Path(folder) / "benchmark-1" / "metrics.jsonl").read_text("utf-8").splitlines()
+        yield Path(folder) / "benchmark-1"
+
+
+def training_steps(recipe: Path, seed: int, options: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Lines of `metrics.jsonl` of the run's training steps, in order."""
+    with finished_run(recipe, seed, options) as folder:
+        lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
     steps_of = {line["step"]: line for line in map(json.loads, lines) if line["kind"] == "train"}
     return [steps_of[step] for step in sorted(steps_of)]

@@ -171,11 +171,6 @@ def train(asked: Mapping[str, Any]) -> list[float]:
     from datasets import Dataset
 
     torch.set_num_threads(int(asked["threads"]))
-    spec = importlib.util.spec_from_file_location("task", asked["task"])
-    assert spec is not None
-    assert spec.loader is not None
-    task = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(task)
     samples = asked["prompts_per_step"] * asked["group_size"]
     config = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -197,13 +192,23 @@ def train(asked: Mapping[str, Any]) -> list[float]:
     )
     trainer = trl.GRPOTrainer(
         asked["model"],
-        reward_funcs=[getattr(task, asked["reward"])],
+        reward_funcs=[_function(*asked["reward"])],
         args=config,
-        train_dataset=Dataset.from_list(getattr(task, asked["rows"])()),
+        train_dataset=Dataset.from_list(_function(*asked["rows"])()),
         processing_class=_tokenizer(asked["model"]),
     )
     trainer.train()
     return [line["reward"] for line in trainer.state.log_history if "reward" in line]
+
+
+def _function(file: str, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(file).parent))
+    spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
 if __name__ == "__main__":

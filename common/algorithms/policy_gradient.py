@@ -64,10 +64,6 @@ class PolicyGradient:
                 got=self._block.overlong_tokens,
                 expected=f"at most rollout.max_response_tokens ({self._max_response_tokens})",
             )
-        if self._block.dynamic_sampling and self._block.group_size < 2:
-            raise UsageError(
-                "algorithm.dynamic_sampling", got="groups of 1", expected="algorithm.group_size of at least 2"
-            )
 
     @property
     def needs(self) -> tuple[str, ...]:

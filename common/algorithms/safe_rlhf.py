@@ -14,6 +14,9 @@ from rlmq.common.algorithms.ppo import PPO_KEYS, Ppo
 
 # e^10 = 22026: the cost alone counts long before; a multiplier further off would never come back.
 MOST_LOG_MULTIPLIER = 10.0
+# The step grows with the multiplier itself: without a bound it goes from 10 to the greatest at once, and then to
+# the least, from where it hardly moves.
+MOST_LOG_STEP = 1.0
 
 
 class SafeRlhf(Ppo):
@@ -29,7 +32,8 @@ class SafeRlhf(Ppo):
     def estimate(self, batch: ScoredBatch) -> Estimates:
         """`A = (A of reward - m · A of cost) / (1 + m)`.
 
-        The multiplier goes first: `log m += multiplier_lr · m · (mean cost - cost_limit)`, from the batch's costs.
+        The multiplier goes first: `log m += multiplier_lr · m · (mean cost - cost_limit)`, cut to ±MOST_LOG_STEP,
+        from the batch's costs.
         Half of the KL is taken off the rewards, the other half counts as a cost.
         """
         coefficient, state, metrics = self._kl_coefficient(batch)
@@ -52,7 +56,8 @@ class SafeRlhf(Ppo):
         log_multiplier = math.log(block.multiplier) if before is None else before
         if len(costs):
             excess = float(costs.mean()) - block.cost_limit
-            log_multiplier += block.multiplier_lr * math.exp(log_multiplier) * excess
+            move = block.multiplier_lr * math.exp(log_multiplier) * excess
+            log_multiplier += min(max(move, -MOST_LOG_STEP), MOST_LOG_STEP)
         return min(max(log_multiplier, -MOST_LOG_MULTIPLIER), MOST_LOG_MULTIPLIER)
 
 

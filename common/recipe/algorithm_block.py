@@ -126,3 +126,16 @@ class AlgorithmBlock(Block):
         if self.importance != "none" and self.old_logprobs == "rollout":
             raise ValueError("old_logprobs: trainer with importance: else the ratio itself is to the rollout")
         return self
+
+    @model_validator(mode="after")
+    def _compares(self) -> AlgorithmBlock:
+        """A row that is compared with others of its group has others. The user's own advantage may not compare."""
+        from rlmq.common.algorithms import ALGORITHMS
+
+        compares = "dynamic_sampling" in ALGORITHMS[self.name].keys and self.advantage is None
+        if self.group_size < 2 and (compares or self.dynamic_sampling):
+            raise ValueError(
+                f"group_size of at least 2 for {self.name}, which compares the samples of a prompt; reinforce_pp, "
+                "remax and ppo can do with 1"
+            )
+        return self

@@ -42,7 +42,7 @@ def recipe(cli: Any, tmp_path: Path, redis_url: str) -> Path:
 run: {{name: own, seed: 7}}
 model: {cli.root}/recipes/tiny_model.py:folder
 data: {{train: train.jsonl, prompts_per_step: 40, shuffle: false}}
-algorithm: {{group_size: 1}}
+algorithm: {{name: reinforce_pp}}
 rollout: {{max_response_tokens: 8, batch_size_per_device: 8}}
 reward: [{{function: "rewards.py:vowels", timeout_s: 100}}]
 dataflow: {{min_batch_for_reward: 32}}

@@ -16,7 +16,6 @@ from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.tables import TRAIN, sample_tables
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.columns import ROLLOUT_COLUMNS, arrow_schema, is_greedy, reward_columns
-from rlmq.common.errors import UsageError
 from rlmq.common.flow import flow_of
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.worker import WorkerContext
@@ -94,7 +93,7 @@ class Bench:
         if missing:
             self.store.finish(claim, "filtered", "no_verdict", rows=missing)
         schema = arrow_schema(reward_columns(self.recipe.reward_names))
-        scored = [dict.fromkeys(schema.names, reward) for reward in flat]
+        scored = [{**dict.fromkeys(schema.names, reward), "reward_fields": None} for reward in flat]
         self.store.write(claim, pa.RecordBatch.from_pylist(scored, schema=schema), ack=True)
 
     def stage(self, store: RedisStore) -> GroupStage:
@@ -213,8 +212,3 @@ def test_the_greedy_row_is_the_last_of_its_group() -> None:
     (rows,) = chunk_rows(TRAIN, 3, [prompt], 2, 100, greedy=True, after=5)
     assert rows["sample_id"].to_pylist() == [f"train-000003-0005-{name}" for name in ("00", "01", "greedy")]
     assert set(rows["group_id"].to_pylist()) == {"train-000003-0005"}
-
-
-def test_dynamic_sampling_in_groups_of_one_is_refused(bench: Callable[..., Bench]) -> None:
-    with pytest.raises(UsageError, match=r"dynamic_sampling: got groups of 1"):
-        bench("dapo", 1)

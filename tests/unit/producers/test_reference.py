@@ -64,7 +64,7 @@ def open_role(model_folder: Path, redis_url: str) -> Iterator[Open]:
             {
                 "run": {"name": "t"},
                 "model": str(model_folder),
-                "algorithm": {"kl_coef": 0.1, "group_size": 1},
+                "algorithm": {"name": "reinforce_pp", "kl_coef": 0.1},
                 "data": {"train": "t.jsonl"},
                 "rollout": {"temperature": TEMPERATURE},
                 "reward": ({"function": "r.py:f"},),

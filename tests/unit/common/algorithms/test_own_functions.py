@@ -21,6 +21,7 @@ from rlmq.common.recipe.load import code_hash, load_recipe
 from rlmq.common.recipe.schema import RolloutBlock
 
 RECIPES = Path(__file__).resolve().parents[4] / "recipes"
+COMPARING = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "decoupled_ppo")
 GOOD = """
 import torch
 
@@ -156,11 +157,17 @@ def test_ones_own_functions_are_part_of_the_codes_hash(tmp_path: Path) -> None:
         ("importance: truncated, old_logprobs: rollout", "old_logprobs: trainer"),
         ("gamma: 0.9", "not gamma"),
         ("name: cispo, ratio: sequence", "not ratio"),
+        *((f"name: {name}, group_size: 1", f"group_size of at least 2 for {name}") for name in COMPARING),
     ],
 )
 def test_keys_without_effect_are_refused(tmp_path: Path, keys: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         load_recipe(_recipe(tmp_path, keys))
+
+
+def test_one_sample_a_prompt_will_do_where_none_are_compared(tmp_path: Path) -> None:
+    for keys in ("name: remax", "name: ppo", "name: reinforce_pp", "name: grpo, advantage: mine.py:half"):
+        assert load_recipe(_recipe(tmp_path, f"{keys}, group_size: 1")).recipe.algorithm.group_size == 1
 
 
 def test_a_penalty_longer_than_the_response_is_refused(tmp_path: Path) -> None:
@@ -175,5 +182,6 @@ def _recipe(folder: Path, keys: str) -> Path:
     old = "algorithm: {name: grpo, group_size: 8}"
     assert old in text
     name = "" if "name:" in keys else "name: grpo, "
-    path.write_text(text.replace(old, f"algorithm: {{{name}group_size: 2, {keys}}}"))
+    size = "" if "group_size:" in keys else "group_size: 2, "
+    path.write_text(text.replace(old, f"algorithm: {{{name}{size}{keys}}}"))
     return path
