@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import pyarrow as pa
 
@@ -25,6 +26,10 @@ from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.user_code import load_function, source_hash
 from rlmq.common.worker import CallHandler, WorkerContext
+from rlmq.common.worker_loop import raise_if_stopping
+
+_EXTEND_S = 1.0
+"""A lease is extended no more often."""
 
 
 class NodeRole:
@@ -48,6 +53,7 @@ class NodeRole:
         self._facts = Facts(tag=f"config {recipe_hash(recipe)} function {source}")
         self._failed_rows = 0
         self._last = ""
+        self._extended_at = 0.0
 
     def handlers(self) -> Mapping[str, CallHandler]:
         """`failures`: rows whose call failed so far, and the newest reason."""
@@ -109,8 +115,28 @@ class NodeRole:
 
     def _call(self, claim: Claim) -> object:
         table = claim.rows.to_pylist()
-        rows = [NodeRow(self._block.name, {name: row[name] for name in self._block.reads}) for row in table]
+        rows = _Taken(NodeRow(self._block.name, {name: row[name] for name in self._block.reads}) for row in table)
+        rows.taking = partial(self._taking, claim)
         return self._function(rows) if self._model is None else self._function(self._model, rows)
+
+    def _taking(self, claim: Claim) -> None:
+        """Before the function takes up its next row: that is progress, and a place to stop at."""
+        raise_if_stopping(self._context)
+        if time.monotonic() - self._extended_at >= _EXTEND_S:
+            self._extended_at = time.monotonic()
+            self._store.extend(claim)
+            self._context.progress()
+
+
+class _Taken(list[NodeRow]):
+    """Rows that tell when the next one is taken up."""
+
+    taking: Callable[[], None]
+
+    def __iter__(self) -> Iterator[NodeRow]:
+        for row in super().__iter__():
+            self.taking()
+            yield row
 
 
 def node_function(block: NodeBlock, context: WorkerContext) -> tuple[Callable[..., object], HfModel | None]:

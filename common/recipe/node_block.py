@@ -45,7 +45,9 @@ class NodeBlock(Block):
     max_wait_s: PositiveFloat | None = Field(
         default=None, description="Longest that a ready row waits for min_batch; none: until the step has no more."
     )
-    lease_s: PositiveFloat = Field(default=60.0, description="Longest call; after it another worker gets the rows.")
+    lease_s: PositiveFloat = Field(
+        default=60.0, description="Longest time with a row; then another worker gets the rows."
+    )
     max_deliveries: int = Field(
         default=3, ge=1, le=40, description="Times that rows are handed out before they end as dead letters."
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 
 import pyarrow as pa
 import pytest
+from conftest import eventually
 
 from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.tables import sample_tables
@@ -20,6 +23,8 @@ from rlmq.common.worker import WorkerContext
 from rlmq.producers.node import NodeRole
 
 CODE = """
+import time
+
 def short(rows):
     return [len(prompt) < 3 for (prompt,) in rows]
 
@@ -28,6 +33,9 @@ def curious(rows):
 
 def few(rows):
     return [True]
+
+def slow(rows):
+    return [not time.sleep(0.7) for row in rows]
 """
 FLOW_CODE = """
 from rlmq import DataFlow, Node
@@ -53,7 +61,7 @@ def open_role(tmp_path: Path, redis_url: str) -> Iterator[Open]:
                 "algorithm": {"group_size": 2},
                 "data": {"train": "t.jsonl"},
                 "reward": ({"function": "r.py:f"},),
-                "nodes": ({**node, "keep": "ok", "reason": "long", "max_deliveries": 2},),
+                "nodes": ({**node, "keep": "ok", "reason": "long", "max_deliveries": 2, "lease_s": 2.0},),
                 "train": {"steps": 3},
             }
         )
@@ -157,3 +165,24 @@ def test_a_row_is_not_over_before_every_node_has_seen_it() -> None:
     # then what ends a row waits for it, and nothing else does
     waits = {one.name for one in flow_of(recipe) if "mood" in one.needs}
     assert waits == {"actor", "evaluation"}
+
+
+def test_a_call_may_last_longer_than_a_lease_while_it_takes_up_rows(open_role: Open, redis_url: str) -> None:
+    # given a call of 2.8 s, a lease of 2 s, and another worker that takes what is over
+    role, store = open_role("own.py:slow")
+    put(store, ["a", "b", "c", "d"])
+    other = RedisStore(redis_url, run_id="t", worker="other")
+    other.attach(("train",))
+    call = Thread(target=role.work)
+    call.start()
+    try:
+        eventually(lambda: other.counts("train").leased["filter"] == 4, "the call has the rows")
+        # when it takes up one row after the other, then nothing is over
+        while call.is_alive():
+            assert other.claim("train", "filter", max_rows=4) is None
+            time.sleep(0.05)
+    finally:
+        call.join()
+        other.close()
+    counts = store.counts("train")
+    assert (counts.ready["rollout"], counts.redelivered, counts.fenced) == (4, 0, 0)
