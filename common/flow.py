@@ -95,6 +95,7 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
         reference=algorithm.needs_reference,
         critics=algorithm.critics,
         groups=algorithm.group_columns,
+        generator="actor" if recipe.placement.actor.hybrid else "rollout",
         learned=recipe.reward_model.learns is not None,
         rewarded=tuple(block.column for block in recipe.reward if block.column is not None),
         reward=Handing(**recipe.stages.reward.model_dump()),
@@ -131,6 +132,7 @@ def sample_flow(
     reference: bool = False,
     critics: Sequence[str] = (),
     groups: Sequence[str] = (),
+    generator: str = "rollout",
     learned: bool = False,
     rewarded: Sequence[str] = (),
     reward: Handing = Handing(),
@@ -145,6 +147,7 @@ def sample_flow(
         reference: whether a reference policy scores the rows of `train`.
         critics: columns that the critic writes (`values`); none: there is no critic.
         groups: columns that are made of whole scored groups; none: no stage judges groups.
+        generator: the role that generates.
         learned: whether the run trains a reward model.
         rewarded: columns that are rewards themselves.
         reward: how the reward workers are handed rows, in both tables.
@@ -152,7 +155,7 @@ def sample_flow(
     """
     nodes = [
         FlowNode("prompts", "prompts", (), PROMPT_COLUMNS),
-        FlowNode("rollout", "rollout", ("prompt_ids",), ROLLOUT_COLUMNS, scope="chunk"),
+        FlowNode("rollout", generator, ("prompt_ids",), ROLLOUT_COLUMNS, scope="chunk"),
         *([FlowNode("reward_model", "reward_model", ("response_ids",), LEARNED_COLUMNS)] if learned else []),
         FlowNode(
             "reward",

@@ -30,6 +30,7 @@ from rlmq.common.weights import Rendezvous
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.consumers.batch import Batch, batch_columns, plan_loss, plan_step, read_batch
+from rlmq.consumers.reward_figures import reward_figures
 from rlmq.consumers.trainer import Found, Trainer, Work
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ class ActorRole(Trainer[TorchEngine]):
             self._log.cut_back(self._trained)
 
     def _shape(self) -> MeshShape:
-        place = self._recipe.placement.actor
-        return MeshShape(place.pp, place.tp, place.dp)
+        return self._recipe.placement.actor.mesh
 
     def _build(self, checkpoint: Path | None) -> TorchEngine:
         folder = checkpoint or self._model_folder
@@ -69,12 +69,12 @@ class ActorRole(Trainer[TorchEngine]):
         temperature = self._recipe.rollout.temperature
         return TorchEngine(model, self._recipe.train, temperature=temperature, group=self._mesh.group)
 
-    def _build_parallel(self, folder: str | Path) -> ParallelEngine:
+    def _build_parallel(self, folder: str | Path, **how: Any) -> ParallelEngine:
         from rlmq.common.engines.parallel_trainer import ParallelEngine
 
         groups = training_groups(self._mesh.shape, self._context.rank, self._mesh.part)
         temperature = self._recipe.rollout.temperature
-        return ParallelEngine(folder, self._recipe.train, groups, temperature=temperature)
+        return ParallelEngine(folder, self._recipe.train, groups, temperature=temperature, **how)
 
     def _tell_durable(self) -> None:
         self._log.tell_durable(self._trained)
@@ -354,6 +354,7 @@ def _generated(entry: BatchEntry, batch: Batch) -> dict[str, Any]:
     return {
         "reward_mean": float(batch.rewards.mean()),
         "reward_std": float(batch.rewards.std()),
+        **reward_figures(batch.columns),
         "generated_tokens": sum(len(response) for response in batch.responses),
         "staleness_mean": float((entry.step - 1 - oldest).mean()),
     }

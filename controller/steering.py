@@ -13,7 +13,7 @@ from rlmq.buffer.store import ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.calls import CallResult, Calls
 from rlmq.common.control import TRAINERS
-from rlmq.common.errors import DeadlineExceeded, UsageError
+from rlmq.common.errors import DeadlineExceeded, DependencyError, UsageError
 from rlmq.common.metrics import POLICY_VERSION
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -463,6 +463,8 @@ class RunSteering:
             if counts != seen:
                 self._dispatch.moved()
                 seen = counts
+            if counts.ready.get("rollout", 0):
+                self._generate_on_actor()
             busy = [name for name in counts.ready if counts.ready[name] or counts.leased.get(name)]
             on = [name for name in busy if name not in (interest.stage, "recorder")]
             self._dispatch.waits(what, on, deadline_s=self._step_s)
@@ -470,6 +472,24 @@ class RunSteering:
             self._pump(interest.table, interest.stage)
             self._dispatch.hold()
             self._weights.bring_up_to_date()
+
+    def _generate_on_actor(self) -> None:
+        """The ranks of a hybrid actor generate what is ready; rows that come back are seen at the next look.
+
+        Raises:
+            DependencyError: they cannot switch.
+        """
+        if not self._recipe.placement.actor.hybrid:
+            return
+        self._repeats += 1
+        call_id = f"{self._place}/generate-{self._dispatch.epoch}-{self._repeats}/actor.generate"
+        args = {"version": self._weights.version}
+        [answer, *_] = _values(self._dispatch.call(call_id, "actor", "generate", args, deadline_s=self._step_s))
+        if "failed" in answer:
+            raise DependencyError("generation on the actor's ranks", got=answer["failed"])
+        if answer["version"] > self._weights.version:  # the records are older than its checkpoint
+            self._weights.want(answer["version"])
+        self._log.info("generated", **answer)
 
     @staticmethod
     def _settled(counts: TableCounts, stage: str) -> bool:

@@ -116,9 +116,19 @@ def role_class(role: str, process: Process) -> Callable[..., Role]:
         found = load_function(node.function, process.recipe_folder, subject=f"node {role}")
         if isinstance(found, type):
             return found
+    if role == "actor" and process.recipe.placement.actor.hybrid:
+        return _hybrid_actor
     module, _, name = ROLES.get(role, _NODE).partition(":")
     made: Callable[..., Role] = getattr(importlib.import_module(module), name)
     return made
+
+
+def _hybrid_actor(context: WorkerContext, store: ExperienceStore) -> Role:
+    """The actor with the rollout's work, which lies in another layer."""
+    from rlmq.consumers.hybrid_actor import HybridActorRole
+    from rlmq.producers.hybrid_rollout import HybridRollout
+
+    return HybridActorRole(context, store, HybridRollout(context, store).generate)
 
 
 def wait_for_file(path: Path, what: str, deadline_s: float) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from rlmq.common.layouts.layout import MeshShape
 from rlmq.common.recipe.block import Block, PositiveInt
 
 
@@ -16,6 +17,15 @@ class RolePlacement(Block):
     threads: PositiveInt | None = Field(default=None, description="Compute threads per process; none: all cores.")
 
 
+class GenerationPlacement(Block):
+    """How the actor's model lies on its ranks while they generate."""
+
+    pp: PositiveInt = Field(default=1, description="Pipeline stages, a divisor of the actor's.")
+    tp: PositiveInt | None = Field(
+        default=None, description="Tensor ranks of each stage, a divisor of the actor's; none: as many."
+    )
+
+
 class ActorPlacement(RolePlacement):
     """The trainer ranks of the policy: `pp · tp` of them hold the model together; the others are replicas."""
 
@@ -24,11 +34,21 @@ class ActorPlacement(RolePlacement):
     )
     pp: PositiveInt = Field(default=1, description="Pipeline stages (3d).")
     tp: PositiveInt = Field(default=1, description="Tensor ranks of each stage (3d).")
+    hybrid: bool = Field(
+        default=False,
+        description="The actor's ranks generate too, in place (3d); then there are no rollout workers.",
+    )
+    generation: GenerationPlacement = Field(default_factory=GenerationPlacement)
 
     @property
-    def dp(self) -> int:
-        """Replicas of the model."""
-        return self.workers // (self.pp * self.tp)
+    def mesh(self) -> MeshShape:
+        """The trainer ranks."""
+        return MeshShape(self.pp, self.tp, self.workers // (self.pp * self.tp))
+
+    @property
+    def generation_sizes(self) -> tuple[int, int]:
+        """`(pp, tp)` of a generation replica."""
+        return self.generation.pp, self.generation.tp or self.tp
 
     @model_validator(mode="after")
     def _whole_replicas(self) -> ActorPlacement:
@@ -38,4 +58,9 @@ class ActorPlacement(RolePlacement):
             raise ValueError(
                 f"workers: a multiple of pp · tp = {self.pp * self.tp}, not {self.workers}: all ranks are counted"
             )
+        if self.hybrid and self.strategy != "3d":
+            raise ValueError(f"strategy: 3d with hybrid, not {self.strategy}")
+        pp, tp = self.generation_sizes
+        if self.pp % pp or self.tp % tp:
+            raise ValueError(f"generation: divisors of pp {self.pp} and tp {self.tp}, not {pp} and {tp}")
         return self

@@ -395,6 +395,9 @@ class Recipe(Block):
             raise ValueError(
                 "placement.actor.strategy torch with algorithm reward_model: 3d trains language models"
             )
+        hybrid, engine = self.placement.actor.hybrid, self.rollout.engine
+        if hybrid and (engine != "hf" or not self.algorithm.online):
+            raise ValueError("rollout.engine hf, and an algorithm that generates, with placement.actor.hybrid")
         return self
 
     @property
