@@ -3,6 +3,9 @@
 
 PY := .venv/bin/python
 ARGS ?=
+# Faults of whole meshes, weight transfers, hostile peers and foreign versions are tested beside what they disturb.
+FAULTS := tests/faults tests/integration/test_trainer_ranks.py tests/integration/test_security.py \
+  tests/unit/common/layouts/test_weight_sync.py tests/unit/buffer/test_redis_calls.py
 export PYTHON
 
 .DEFAULT_GOAL := help
@@ -29,7 +32,7 @@ test: lint types
 	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 faults: setup
-	$(PY) -m pytest tests/faults -n 2 -m '' -rP -o faulthandler_timeout=1300 $(ARGS)
+	$(PY) -m pytest $(FAULTS) -n 2 -m '' -rP -o faulthandler_timeout=1300 $(ARGS)
 
 chaos: setup
 	PYTHONPATH=tests $(PY) -m chaos.chaos $(ARGS)
