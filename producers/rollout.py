@@ -79,7 +79,11 @@ class RolloutRole:
         """The recipe's engine, with the model's first weights."""
         recipe, rollout = self._context.recipe, self._context.recipe.rollout
         options = GENERATION.check(
-            rollout.engine, rollout.engine_options, self._context.recipe_folder, deterministic=recipe.deterministic
+            rollout.engine,
+            rollout.engine_options,
+            self._context.recipe_folder,
+            deterministic=recipe.deterministic,
+            trains="actor" in recipe.workers(),
         )
         settings = EngineSettings(
             model=folder,

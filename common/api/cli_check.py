@@ -124,7 +124,11 @@ def _engine_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     rollout = recipe.rollout
     try:
         GENERATION.check(
-            rollout.engine, rollout.engine_options, loaded.folder, deterministic=recipe.deterministic
+            rollout.engine,
+            rollout.engine_options,
+            loaded.folder,
+            deterministic=recipe.deterministic,
+            trains="actor" in recipe.workers(),
         )
     except RlmqError as error:
         yield error

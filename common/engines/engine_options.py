@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlmq.common.recipe.block import Block, PositiveFloat, PositiveInt
 
@@ -38,3 +38,14 @@ class HttpOptions(Block):
     )
     weights_folder: str | None = Field(default=None, description="Folder that this process and the server share.")
     timeout_s: PositiveFloat = Field(default=120.0, description="Longest silence of the server.")
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether a policy that is trained can be served."""
+        return self.update != "none"
+
+    @model_validator(mode="after")
+    def _where(self) -> HttpOptions:
+        if self.takes_weights and self.weights_folder is None:
+            raise ValueError("weights_folder with update: vllm")
+        return self

@@ -95,7 +95,7 @@ class FlatForward:
         index = torch.arange(running, device=device)
         token = _plan.set(_Plan(self, new, places[:running], index, mask[:, None, None]))
         try:
-            logits = self._model(
+            logits: torch.Tensor = self._model(
                 input_ids=torch.tensor([ids], device=device),
                 position_ids=places[None],
                 use_cache=False,

@@ -25,8 +25,9 @@ from rlmq.common.engines.cpu_linear import use_onednn
 from rlmq.common.engines.decoding_batch import DecodingBatch
 from rlmq.common.engines.flat_forward import FlatForward, use_flat
 from rlmq.common.engines.generation import EngineSettings, EngineState, Generated, Request
+from rlmq.common.engines.requests import check_requests, require_weights
 from rlmq.common.engines.staged_weights import StagedWeights
-from rlmq.common.errors import IntegrityError, UsageError
+from rlmq.common.errors import UsageError
 from rlmq.common.models import context_length, load_model
 from rlmq.common.weights import WeightManifest
 
@@ -111,13 +112,11 @@ class HfEngine:
             UsageError: an empty prompt, or a prompt whose limit exceeds the model's context.
             IntegrityError: an id that is pending already.
         """
-        ids = [request.id for request in requests]
-        twice = self._known.intersection(ids) or {sample_id for sample_id in ids if ids.count(sample_id) > 1}
-        if twice:
-            raise IntegrityError(f"sample {min(twice)}", got="a second request", expected="one request per id")
         for request in requests:
-            self._check(request)
-        self._known.update(ids)
+            if request.sampling.stop and self._decode is None:
+                raise UsageError(f"sample {request.id}", got="a stop text", expected="an engine with a tokenizer")
+        check_requests(requests, self._known, self._context_tokens)
+        self._known.update(request.id for request in requests)
         if self._slots:
             self._slots.add(requests)
             return
@@ -131,13 +130,7 @@ class HfEngine:
         Raises:
             IntegrityError: no whole weights to serve, or logits that are not finite.
         """
-        if self._torn or self._version < 0:
-            raise IntegrityError(
-                "generation engine",
-                got=f"a step in state {self.state}",
-                expected="a committed policy version",
-                remedy="Sync weights first",
-            )
+        require_weights(self._version, self.state)
         if self._slots:
             return self._returned(self._slots.step(self._version) if self._slots.pending else [])
         if self._active is None:
@@ -178,6 +171,14 @@ class HfEngine:
         """
         self._weights.load(name, tensor)
 
+    def room(self, name: str) -> torch.Tensor | None:
+        """Memory into which a tensor may be written before `load` takes it."""
+        return self._weights.room(name)
+
+    def served(self, name: str) -> torch.Tensor | None:
+        """What is served under a name now; None when nothing is."""
+        return self._weights.target(name) if self.state in ("serving", "loading") and self._version >= 0 else None
+
     def commit(self) -> None:
         """Serve the loaded version; keys and values computed with the old one are dropped.
 
@@ -204,28 +205,10 @@ class HfEngine:
     def release_memory(self) -> None:
         """Free keys and values and the spare copy of the weights."""
         self._forget()
-        self._weights.release_spares()
+        self._weights.release()
 
     def acquire_memory(self) -> None:
         """Nothing to do: what was freed is made again when it is needed."""
-
-    def _check(self, request: Request) -> None:
-        if request.sampling.stop and self._decode is None:
-            raise UsageError(f"sample {request.id}", got="a stop text", expected="an engine with a tokenizer")
-        prompt, limit = len(request.prompt_ids), request.sampling.max_tokens
-        if prompt == 0 or limit < 1:
-            raise UsageError(
-                f"sample {request.id}",
-                got=f"{prompt} prompt tokens and a limit of {limit}",
-                expected="at least one of each",
-            )
-        if prompt + limit > self._context_tokens:
-            raise UsageError(
-                f"sample {request.id}",
-                got=f"{prompt} prompt tokens + {limit} response tokens",
-                expected=f"at most {self._context_tokens} tokens, the model's context",
-                remedy="Lower data.max_prompt_tokens or rollout.max_response_tokens",
-            )
 
     def _returned(self, responses: list[Generated]) -> list[Generated]:
         self._known.difference_update(response.id for response in responses)

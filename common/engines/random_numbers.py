@@ -86,3 +86,9 @@ def uniforms_of_words(
 def _words(seed: int | Sequence[int]) -> NDArray[np.uint64]:
     seeds = [seed] if isinstance(seed, int) else seed
     return np.array([value % 2**64 for value in seeds], dtype=np.uint64)
+
+
+def request_seed(seed: int, sample_id: str) -> int:
+    """A seed for an engine with generators of its own: 63 bits that depend on both."""
+    word = hashlib.blake2b(f"{seed} {sample_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(word, "little") >> 1

@@ -60,7 +60,9 @@ class EngineRegistry:
         """Built-in names, then those that installed packages registered."""
         return [*self.built_in, *sorted(self._registered().keys() - self.built_in.keys())]
 
-    def check(self, name: str, options: Mapping[str, Any], folder: Path, *, deterministic: bool) -> Block | None:
+    def check(
+        self, name: str, options: Mapping[str, Any], folder: Path, *, deterministic: bool, trains: bool = True
+    ) -> Block:
         """Check that an engine can be made here; nothing of torch is imported for a built-in one.
 
         Args:
@@ -68,13 +70,14 @@ class EngineRegistry:
             options: of the recipe, for this engine.
             folder: the recipe's.
             deterministic: whether the run asks for it.
+            trains: whether the engine must take new weights.
 
         Returns:
-            The options as the engine's own block, None where the engine has none.
+            The options as the engine's own block.
 
         Raises:
             UsageError: unknown, not installed, a version out of range, options that it does not have, or a
-                deterministic run that it cannot give.
+                deterministic run or new weights that it cannot give.
         """
         own = self.built_in.get(name)
         if own is not None:
@@ -90,7 +93,15 @@ class EngineRegistry:
                 expected=f"{self._deterministic()}",
                 remedy="What other engines generate depends on what else they generate at that time",
             )
-        return self._options(name, wanted, options)
+        checked = self._options(name, wanted, options)
+        if trains and not getattr(checked, "takes_weights", True):
+            raise UsageError(
+                f"{self.key}_options.update",
+                got="none, in a run that trains",
+                expected="an engine that takes weights",
+                remedy=f"Say how {name} gets them (docs/engines.md)",
+            )
+        return checked
 
     def find(self, name: str, folder: Path) -> Callable[..., Any]:
         """What makes the engine.
@@ -140,7 +151,7 @@ class EngineRegistry:
         if own.needs is None:
             return
         module, versions, remedy = own.needs
-        packages = packages_distributions().get(module, ())
+        packages = packages_distributions().get(module, [])
         there = importlib.util.find_spec(module) is not None and packages
         found = f"{packages[0]} {version(packages[0])}" if there else f"no package {module}"
         if not there or not SpecifierSet(versions).contains(version(packages[0]), prereleases=True):

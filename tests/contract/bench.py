@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rlmq.common.engines.generation import Generated, GenerationEngine, Request, Sampling
 
-EOS, CONTEXT_TOKENS = 257, 128
+EOS, CONTEXT_TOKENS = 257, 320
 
 
 def build_model(*, seed: int, tied: bool) -> PreTrainedModel:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from conftest import eventually
 from contract.bench import CONTEXT_TOKENS, EOS, Bench, build_model
 from transformers import AutoTokenizer
 
@@ -54,23 +60,66 @@ def third_party(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     sys.path.remove(str(folder))
 
 
-ENGINES = ["hf", "hf-fixed", "plain"]
+ENGINES = ["hf", "hf-fixed", "plain", "http", "vllm", "http-vllm"]
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _server_command(kind: str, folder: str, port: int) -> tuple[list[str], dict[str, str]]:
+    if kind == "http":
+        return [sys.executable, str(HERE / "small_server.py"), folder, str(port)], {}
+    options = "--dtype float32 --max-model-len 320 --max-num-seqs 8 --enforce-eager --max-logprobs 5"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *options.split()]
+    command += ["--logprobs-mode", "processed_logprobs", "--host", "127.0.0.1", "--port", str(port)]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    return command, {**settings, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@contextmanager
+def openai_server(kind: str, folder: str, tmp: Path) -> Iterator[dict[str, str]]:
+    """A real server process on the model; yields the engine's options."""
+    port = _free_port()
+    command, settings = _server_command(kind, folder, port)
+    with (tmp / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert process.poll() is None, (tmp / "server.log").read_text()[-2000:]
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{url}/v1/models", timeout=5).status_code == 200
+        return False
+
+    try:
+        eventually(answers, f"{kind} answers", timeout_s=400)
+        yield {"url": url, "update": "vllm", "weights_folder": str(tmp / "weights")}
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
 
 
 @pytest.fixture(scope="module", params=[(name, tied) for name in ENGINES for tied in (False, True)], ids=str)
 def bench(
-    request: pytest.FixtureRequest, model_folder: Callable[[bool], str], third_party: None
+    request: pytest.FixtureRequest,
+    model_folder: Callable[[bool], str],
+    third_party: None,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Bench]:
     """An engine of each kind on an untied and on a tied model; one for all tests of a file."""
     torch.set_num_threads(1)
     name, tied = request.param
-    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+    if name.endswith("vllm") and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     folder = model_folder(tied)
     options: dict[str, Any] = {}
-    if name == "http":
-        options = request.getfixturevalue("openai_server")(folder)
-    engine_name = name.removesuffix("-fixed")
+    ends = ExitStack()
+    if name.startswith("http"):
+        options = ends.enter_context(openai_server(name, folder, tmp_path_factory.mktemp("server")))
+    engine_name = name.removesuffix("-fixed").removesuffix("-vllm")
     checked = GENERATION.check(engine_name, options, HERE, deterministic=name == "hf-fixed")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     settings = EngineSettings(
@@ -87,6 +136,5 @@ def bench(
     engine = GENERATION.find(engine_name, HERE)(settings)
     made = Bench(engine, tied, build_model(seed=0, tied=tied), tokenizer.decode)
     yield made
-    close = getattr(engine, "close", None)
-    if close is not None:
-        close()
+    getattr(engine, "close", lambda: None)()
+    ends.close()

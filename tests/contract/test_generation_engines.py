@@ -110,8 +110,10 @@ def test_abort_gives_what_is_there_and_spares_the_others(bench: Bench) -> None:
 
 
 def test_new_weights_are_those_of_a_fresh_engine_though_caches_are_warm(bench: Bench) -> None:
-    # given prompts whose beginnings the engine has just computed with the old weights
-    requests = bench.fresh("w", PROMPTS, Sampling(temperature=0.0, max_tokens=12))
+    # given prompts whose beginnings the engine has just computed with the old weights, one of them longer than two
+    # blocks of vLLM's prefix cache
+    long = [40 + i % 150 for i in range(290)]
+    requests = bench.fresh("w", [*PROMPTS, long], Sampling(temperature=0.0, max_tokens=12))
     before = bench.run(requests)
     model = bench.sync(seed=17 + bench.tied)
     # when the same prompts come again
