@@ -23,6 +23,7 @@ from rlmq.common.flow import flows_of, sample_columns
 from rlmq.common.metrics import ROWS_ACKED
 from rlmq.common.worker import CallHandler, Role, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
+from rlmq.consumers.reward_figures import reward_figures
 
 _RECORDER = "recorder"
 _EVALUATION = "evaluation"
@@ -183,7 +184,7 @@ def aggregate(rows: pa.Table, expected: int) -> dict[str, Any]:
     """Means of an evaluation, overall and per set, independent of the order of the rows.
 
     Args:
-        rows: `source`, `reward` (null: no verdict) and `response_ids`.
+        rows: `source`, `reward` (null: no verdict), `response_ids`, and those that `reward_figures` reads.
         expected: rows that were admitted; those that are missing count as `no_verdict`.
     """
     sources: list[str] = rows["source"].to_pylist()
@@ -191,12 +192,20 @@ def aggregate(rows: pa.Table, expected: int) -> dict[str, Any]:
     lengths: list[int | None] = pc.list_value_length(rows["response_ids"]).to_pylist()
     figures = list(zip(sources, rewards, lengths, strict=True))
     sets = {
-        name: _figures([(reward, length) for source, reward, length in figures if source == name])
+        name: {
+            **_figures([(reward, length) for source, reward, length in figures if source == name]),
+            **_parts(rows.filter(pc.equal(rows["source"], name))),
+        }
         for name in sorted(set(sources))
     }
     overall = _figures([(reward, length) for _, reward, length in figures])
     overall["no_verdict"] += max(0, expected - len(rewards))
     return {**overall, "sets": sets}
+
+
+def _parts(rows: pa.Table) -> dict[str, float]:
+    """Means of what single scorers gave."""
+    return reward_figures({name: rows[name].to_pylist() for name in rows.column_names if name.startswith("reward")})
 
 
 def _figures(rows: Sequence[tuple[float | None, int | None]]) -> dict[str, Any]:

@@ -33,9 +33,9 @@ from rlmq.common.worker import WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.consumers.batch import Batch, batch_columns, dealt, read_batch
 from rlmq.consumers.file_checkpoints import FileCheckpoints
-from rlmq.consumers.labels import label_columns
 from rlmq.consumers.logged_steps import LoggedSteps, tables_of
 from rlmq.consumers.mesh import Mesh, meet
+from rlmq.consumers.reward_figures import figure_columns
 from rlmq.consumers.saved_steps import SavedSteps
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Trainer(Generic[Engine]):
 
     def _more(self, table: str) -> tuple[str, ...]:
         """Columns that are read beside those that every row has."""
-        return label_columns(self._recipe) if table == TRAIN else ()
+        return figure_columns(self._recipe.reward_names) if table == TRAIN else ()
 
     def _micro_batches(
         self, batch: Batch, columns: Mapping[str, Sequence[Any]], updates: Sequence[Update]

@@ -88,7 +88,9 @@ class RewardClient:
             RewardRow(row.get("prompt", ""), row["response"], {k: v for k, v in row.items() if k not in known})
             for row in rows
         ]
-        components, reasons, fields = {}, [], {}
+        components: dict[str, list[float | None]] = {}
+        reasons: list[str] = []
+        fields: dict[str, list[dict[str, Any]]] = {}
         for runner in self._runners:
             verdicts = runner.score(plain)
             components[runner.name] = verdicts.values

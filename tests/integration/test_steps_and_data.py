@@ -167,7 +167,9 @@ def test_verls_columns_and_signature_work_unchanged_from_parquet(cli: Any, recip
     (tmp_path / "score.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    assert type(extra_info['index']) is int and extra_info['hint'] in (None, 'h')\n"
-        "    return int(ground_truth) + (100 if data_source == 'sums' else 0)\n"
+        "    if data_source == 'words': return int(ground_truth)\n"
+        "    given = {'score': int(ground_truth) + 100, 'pred': solution_str[:3]}\n"
+        "    return {**given, 'acc': ground_truth == '3'} if ground_truth != '1' else given\n"
     )
     # when it runs
     done = cli.run(
@@ -188,3 +190,8 @@ def test_verls_columns_and_signature_work_unchanged_from_parquet(cli: Any, recip
         k = int(record["reward_model"]["ground_truth"])
         assert row["reward"] == k + (100 if k % 2 else 0)
         assert row["prompt_text"].count("What is") == 1
+        # and what was beside a score is kept, null where there was nothing
+        kept = {"pred": row["response_text"][:3], **({"acc": k == 3} if k > 1 else {})}
+        assert json.loads(row["reward_fields"] or "{}") == ({"compute_score": kept} if k % 2 else {})
+    [line] = cli.metrics("own")
+    assert line["reward.compute_score.acc"] == pytest.approx(1 / 3)

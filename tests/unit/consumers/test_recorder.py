@@ -120,7 +120,9 @@ class Bench:
         store = store or self.store
         claim = store.claim(table, "reward", max_rows=len(rewards), min_rows=len(rewards), columns=("sample_id",))
         assert claim is not None
-        made = [{"reward": r, "reward.correct": r} for r in rewards]
+        made: list[dict[str, Any]] = [{"reward": r, "reward.correct": r} for r in rewards]
+        for row in made[1:]:  # the first function's dict had nothing beside its score
+            row["reward_fields"] = json.dumps({"correct": {"high": (row["reward"] or 0.0) > 0.3, "of": "b"}})
         batch = pa.RecordBatch.from_pylist(made, schema=arrow_schema(reward_columns(NAMES)))
         store.write(claim, batch, ack=True)
 
@@ -188,6 +190,7 @@ def test_a_trained_row_is_recorded_with_all_its_columns(bench: Bench) -> None:
         "truncated": False,
         "reward": 1.0,
         "reward.correct": 1.0,
+        "reward_fields": None,
         "advantages": [0.5] * 3,
     }
     assert not bench.recorder.work()
@@ -279,8 +282,22 @@ def test_an_evaluation_returns_means_per_set_and_ends_its_rows(bench: Bench) -> 
         "samples": 4,
         "no_verdict": 0,
         "sets": {
-            "easy": {"reward_mean": 0.5, "response_tokens_mean": 4.0, "samples": 2, "no_verdict": 0},
-            "hard": {"reward_mean": 0.375, "response_tokens_mean": 4.0, "samples": 2, "no_verdict": 0},
+            "easy": {
+                "reward_mean": 0.5,
+                "response_tokens_mean": 4.0,
+                "samples": 2,
+                "no_verdict": 0,
+                "reward.correct": 0.5,
+                "reward.correct.high": 0.0,
+            },
+            "hard": {
+                "reward_mean": 0.375,
+                "response_tokens_mean": 4.0,
+                "samples": 2,
+                "no_verdict": 0,
+                "reward.correct": 0.375,
+                "reward.correct.high": 0.5,
+            },
         },
     }
     json.dumps(result, allow_nan=False)
@@ -303,6 +320,8 @@ def test_rows_without_verdict_are_counted_by_set_and_end_as_filtered(bench: Benc
         "response_tokens_mean": 3.0,
         "samples": 2,
         "no_verdict": 1,
+        "reward.correct": 0.75,
+        "reward.correct.high": 0.5,
     }
     assert bench.store.counts("eval").ended == {"done": 2, "filtered(no_verdict)": 1}
 

@@ -30,6 +30,7 @@ from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.common.worker import WorkerContext
+from rlmq.consumers.reward_figures import reward_figures
 from rlmq.producers.reward import RewardRole
 
 SOURCE = """
@@ -45,6 +46,9 @@ def slow(completions, **_):
     return [1.0] * len(completions)
 def hanging(completions, **_): time.sleep(600)
 def compute_score(data_source, solution_str, ground_truth, extra_info): return float(solution_str == ground_truth)
+def mixed(completions, **_):
+    given = {"x": {"score": 0.5, "pred": "x", "acc": True}, "yy": 0.25, "zzz": {"score": 0.5, "pred": "zzz"}}
+    return [given[text] for text in completions]
 def first(completions, **_): return [float(i == 0) for i in range(len(completions))]
 """
 
@@ -199,6 +203,23 @@ def test_verl_columns_reach_a_verl_function(bench: Bench) -> None:
     role.work()
 
     assert bench.rewards() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("texts", [("x", "yy", "zzz"), ("zzz", "yy", "x")])
+def test_what_dicts_have_beside_their_scores_is_a_column(bench: Bench, texts: tuple[str, ...]) -> None:
+    role = bench.open(block("mixed"), block("length"))
+    bench.put(*texts)
+
+    role.work()
+
+    claim = bench.claim("actor")
+    assert claim is not None
+    assert claim.rows.column("reward.mixed").to_pylist() == [0.25 if text == "yy" else 0.5 for text in texts]
+    kept = {"x": {"pred": "x", "acc": True}, "yy": None, "zzz": {"pred": "zzz"}}
+    found = [text and json.loads(text) for text in claim.rows.column("reward_fields").to_pylist()]
+    assert found == [kept[text] and {"mixed": kept[text]} for text in texts]
+    figures = reward_figures(claim.rows.to_pydict())
+    assert figures == {"reward.mixed": 1.25 / 3, "reward.length": 2.0, "reward.mixed.acc": 1.0}
 
 
 def test_one_functions_none_does_not_count_for_that_row(bench: Bench) -> None:
