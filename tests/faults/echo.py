@@ -297,7 +297,9 @@ class Reward(RowRole):
 
     def write(self, claim: Claim) -> None:
         values = pa.array(rewards(claim.rows["response_ids"].to_pylist()), pa.float64())
-        columns = pa.RecordBatch.from_arrays([values, values], names=["reward", "reward.score"])
+        nothing = pa.nulls(len(values), pa.string())
+        names = ["reward", "reward.score", "reward_fields"]
+        columns = pa.RecordBatch.from_arrays([values, values, nothing], names=names)
         self.store.write(claim, columns, ack=True)
 
 
