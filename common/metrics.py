@@ -121,6 +121,12 @@ POLICY_VERSION = Gauge("rlmq_policy_version", "Policy version that this worker h
 
 # Name in metrics.jsonl: name of the gauge, and what it is.
 _STEP_FIGURES: Mapping[str, tuple[str, str]] = {
+    "logprob_mismatch": (
+        "logprob_mismatch_mean",
+        "Mean absolute difference of rollout's and trainer's log-probs before the step's first update.",
+    ),
+    "logprob_mismatch_max": ("logprob_mismatch_max", "Greatest such difference of the step."),
+    "logprob_mismatch_kl": ("logprob_mismatch_kl", "KL divergence (k3) from rollout to trainer."),
     "reward_mean": ("reward_mean", "Mean reward of the step's samples."),
     "reward_std": ("reward_std", "Standard deviation of the step's rewards."),
     "loss": ("loss", "Loss of the step."),

@@ -149,6 +149,7 @@ class ActorRole(Trainer[TorchEngine]):
         self._trained = step
         POLICY_VERSION.set(step)
         self._metrics = {**figures, **_described(entry, batch), "train_s": round(time.monotonic() - began, 4)}
+        self._warn_of_mismatch(step)
         return True
 
     def _work_of(self, loss: LoggedLoss, batch: Batch, updates: Sequence[Update], step: int) -> list[list[Work]]:
@@ -164,6 +165,13 @@ class ActorRole(Trainer[TorchEngine]):
             scaled = scaled_loss(partial(function, state={}), loss.table, scale)
             found.append([partial(self._engine.accumulate, micro, scaled) for micro in share])
         return found
+
+    def _warn_of_mismatch(self, step: int) -> None:
+        """Rollout and trainer are two engines: where they say too different things, training is off-policy."""
+        limit, found = self._recipe.rollout.mismatch_alert, self._metrics.get("logprob_mismatch", 0.0)
+        if self._context.rank == 0 and limit is not None and found > limit:
+            figures = {name: value for name, value in self._metrics.items() if name.startswith("logprob_mismatch")}
+            self._context.log.warning("rollout and trainer disagree", step=step, limit=limit, **figures)
 
     def _found(self, step: int, *, redo: bool, update: bool = True) -> Found | None:
         """What the log has of the step, or a new batch."""

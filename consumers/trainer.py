@@ -237,6 +237,8 @@ class Trainer(Generic[Engine]):
             return {}
         return {
             **{name: float(np.mean([part[name] for part in parts])) for name in parts[0]},
+            # Engines are compared before the first update: after it, the policy is another one.
+            **{name: value for name, value in parts[0].items() if name.startswith("logprob_mismatch")},
             "grad_norm": float(np.mean([one.grad_norm for one in stats])),
             "lr": stats[-1].lr,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,6 @@ from rlmq.common.columns import ROLLOUT_COLUMNS, arrow_schema, is_greedy
 from rlmq.common.determinism import require_same_environment
 from rlmq.common.engines.generation import (
     EngineSettings,
-    Generated,
     GenerationEngine,
     PlainMemory,
     Request,
@@ -39,10 +38,12 @@ from rlmq.common.models import eos_ids, folder_context_length, load_tokenizer, p
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.weights import Rendezvous
 from rlmq.common.worker import CallHandler, WorkerContext
+from rlmq.producers.chunk import Chunk
 from rlmq.producers.episodes import Answers, Episode
 
 _COLUMNS = ("sample_id", "prompt_ids")
 _EXTEND_EVERY_S = 10.0
+_LOOK_EVERY_S = 0.05  # for more rows, while some are generated
 
 
 class RolloutRole:
@@ -126,17 +127,15 @@ class RolloutRole:
         self._store.wait(interests, timeout_s=timeout_s, wake_fd=wake_fd)
 
     def work(self) -> bool:
-        """Generate one chunk, evaluation first: it holds up the next step."""
-        if not self._up_to_date():
+        """Generate one chunk, evaluation first: it holds up the next step.
+
+        In normal mode, more chunks are taken while the engine has free slots, until there are none.
+        """
+        first = self._claim()
+        if first is None:
             return False
-        for table in (EVAL, TRAIN):
-            claim = self._store.claim(
-                table, "rollout", max_rows=self._context.recipe.rollout.batch_size_per_device, columns=self._columns
-            )
-            if claim is not None:
-                self._generate(claim)
-                return True
-        return False
+        self._generate(first)
+        return True
 
     def close(self) -> None:
         """Nothing is held between chunks."""
@@ -146,54 +145,72 @@ class RolloutRole:
         serving = self._engine.state == "serving"
         return serving and desired is not None and self._engine.version == desired.policy_version
 
-    def _generate(self, claim: Claim) -> None:
+    def _claim(self, tables: tuple[str, ...] = (EVAL, TRAIN)) -> Claim | None:
+        if not self._up_to_date():
+            return None
+        rows = self._context.recipe.rollout.batch_size_per_device
+        claims = (self._store.claim(table, "rollout", max_rows=rows, columns=self._columns) for table in tables)
+        return next((claim for claim in claims if claim is not None), None)
+
+    def _generate(self, first: Claim) -> None:
         self._context.activity("generating")
-        began = time.monotonic()
+        chunks = [self._begun(first)]
+        extended_at = looked_at = time.monotonic()
         try:
-            finished = self._finished(claim)
-            if finished is None:
-                self._store.release(claim)
-                return
-            columns = self._response_columns(claim, finished)
-            facts = Facts(version=self._engine.version, tokens=self._tokens(claim, finished), tag=self._tag)
-            self._store.write(claim, columns, ack=True, facts=facts)
-        except Fenced as error:  # the lease ran out: somebody else generates the same tokens
-            self._context.log.warning("chunk was given to another worker", error=str(error))
-            return
-        seconds = round(time.monotonic() - began, 3)
-        self._context.log.info("rollout.generated", table=claim.table, rows=claim.count, seconds=seconds)
-        tokens = sum(len(r.token_ids) for r in finished.values())
-        GENERATED_TOKENS.labels(table=claim.table).inc(tokens)
-        ROWS_WRITTEN.labels(table=claim.table, stage="rollout").inc(claim.count)
+            while chunks and not self._context.stopping():
+                turns = self._engine.step()
+                self._context.progress()
+                now = time.monotonic()
+                if now - extended_at > _EXTEND_EVERY_S:
+                    self._each(chunks, lambda chunk: self._store.extend(chunk.claim), chunks)
+                    extended_at = now
+                for chunk in chunks:
+                    self._engine.submit(chunk.take(turns))
+                written = [chunk for chunk in chunks if chunk.done]
+                self._each(written, self._write, chunks)
+                chunks = [chunk for chunk in chunks if chunk not in written]
+                if self._has_room(chunks) and now - looked_at > _LOOK_EVERY_S:
+                    looked_at = now
+                    # Not training prompts beside an evaluation: it would wait for their chunks to end.
+                    more = self._claim((EVAL,) if chunks[0].claim.table == EVAL else (EVAL, TRAIN))
+                    chunks += [self._begun(more)] if more is not None else []
+        finally:
+            for chunk in chunks:
+                self._engine.abort(chunk.requests)
+        for chunk in chunks:
+            self._store.release(chunk.claim)
 
-    def _finished(self, claim: Claim) -> dict[str, Episode] | None:
-        """Responses by sample id; None when this process was told to stop before the last.
+    def _begun(self, claim: Claim) -> Chunk:
+        episodes = [Episode(one, fields) for one, fields in zip(*self._requests(claim), strict=True)]
+        chunk = Chunk(claim, episodes, self._answers, together=self._context.recipe.deterministic)
+        self._engine.submit(chunk.first())
+        return chunk
 
-        Raises:
-            Fenced: the lease ran out.
-        """
-        episodes = {one.id: Episode(one, fields) for one, fields in zip(*self._requests(claim), strict=True)}
-        writing = list(episodes.values())
-        extended_at = time.monotonic()
-        while writing:
-            by_request = {episode.next_request().id: episode for episode in writing}
-            self._engine.submit([episode.next_request() for episode in writing])
-            turns: dict[str, Generated] = {}
+    def _has_room(self, chunks: Sequence[Chunk]) -> bool:
+        recipe, desired = self._context.recipe, self._context.desired()
+        free = self._engine.pending < recipe.rollout.batch_size_per_device
+        wanted = desired is not None and desired.phase == "run"
+        return bool(chunks) and free and wanted and not recipe.deterministic
+
+    def _each(self, some: Sequence[Chunk], action: Callable[[Chunk], None], chunks: list[Chunk]) -> None:
+        """Do something under the lease of each chunk; one whose lease ran out is somebody else's."""
+        for chunk in list(some):
             try:
-                while self._engine.pending and not self._context.stopping():
-                    turns.update((turn.id, turn) for turn in self._engine.step())
-                    self._context.progress()
-                    if time.monotonic() - extended_at > _EXTEND_EVERY_S:
-                        self._store.extend(claim)
-                        extended_at = time.monotonic()
-                if self._engine.pending:
-                    return None
-            finally:
-                self._engine.abort([name for name in by_request if name not in turns])
-            for name, episode in by_request.items():
-                episode.add(turns[name])
-            writing = [one for name, one in by_request.items() if self._answers.goes_on(one, turns[name])]
-        return episodes
+                action(chunk)
+            except Fenced as error:  # the same tokens are generated there
+                self._context.log.warning("chunk was given to another worker", error=str(error))
+                self._engine.abort(chunk.requests)
+                chunks.remove(chunk)
+
+    def _write(self, chunk: Chunk) -> None:
+        claim, finished = chunk.claim, chunk.episodes
+        columns = self._response_columns(claim, finished)
+        facts = Facts(version=self._engine.version, tokens=self._tokens(claim, finished), tag=self._tag)
+        self._store.write(claim, columns, ack=True, facts=facts)
+        seconds = round(time.monotonic() - chunk.began, 3)
+        self._context.log.info("rollout.generated", table=claim.table, rows=claim.count, seconds=seconds)
+        GENERATED_TOKENS.labels(table=claim.table).inc(sum(len(r.token_ids) for r in finished.values()))
+        ROWS_WRITTEN.labels(table=claim.table, stage="rollout").inc(claim.count)
 
     def _requests(self, claim: Claim) -> tuple[list[Request], list[Mapping[str, Any]]]:
         """The first turn of each row, and what the environment may read of its data."""

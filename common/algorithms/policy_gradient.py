@@ -174,8 +174,8 @@ class PolicyGradient:
         the policy gradient theorem. The exponents are clamped to ±LOG_RATIO_LIMIT.
 
         Metric sums over counted tokens: `tokens, loss, ratio, ratio_max, clip_low, clip_high, entropy`,
-        `importance` (the weight), the KL from rollout to policy as `kl_k1, kl_k3` where the column is there, and
-        `ref_kl`.
+        `importance` (the weight), the KL from rollout to policy as `kl_k1, kl_k3` and the absolute difference
+        of their log-probs as `logprob_mismatch` (and `_max`, `_kl`) where the column is there, and `ref_kl`.
         """
         import torch
 
@@ -211,6 +211,8 @@ class PolicyGradient:
         if "rollout_logprobs" in batch.columns:
             off = torch.where(mask, batch.columns["rollout_logprobs"], 0.0) - new.detach()
             sums["kl_k1"], sums["kl_k3"] = off.sum(), kl_of_tokens(off, "k3").sum()
+            sums["logprob_mismatch"], sums["logprob_mismatch_kl"] = off.abs().sum(), sums["kl_k3"]
+            sums["logprob_mismatch_max"] = off.abs().max() if off.numel() else off.new_zeros(())
         loss_sum = self.aggregate(torch.where(mask, per_token, 0.0), mask)
         sums["tokens"], sums["loss"] = mask.sum(), loss_sum
         return LossTerms(loss_sum, {name: value.detach() for name, value in sums.items()})

@@ -60,7 +60,9 @@ def third_party(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     sys.path.remove(str(folder))
 
 
-ENGINES = ["hf", "hf-fixed", "plain", "http", "vllm", "http-vllm"]
+# Name, and whether the model's embeddings are tied, which is the harder case of a weight update.
+ENGINES = [(name, tied) for name in ("hf", "hf-fixed", "vllm") for tied in (False, True)]
+ENGINES += [("plain", True), ("http", True), ("http-vllm", True)]
 
 
 def _free_port() -> int:
@@ -102,7 +104,7 @@ def openai_server(kind: str, folder: str, tmp: Path) -> Iterator[dict[str, str]]
         process.wait(timeout=60)
 
 
-@pytest.fixture(scope="module", params=[(name, tied) for name in ENGINES for tied in (False, True)], ids=str)
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda one: f"{one[0]}-{'tied' if one[1] else 'untied'}")
 def bench(
     request: pytest.FixtureRequest,
     model_folder: Callable[[bool], str],

@@ -15,6 +15,8 @@ from rlmq.common.engines.generation import Request, Sampling
 from rlmq.common.errors import IntegrityError, UsageError
 from rlmq.common.weights import TensorSpec, WeightManifest
 
+pytestmark = pytest.mark.timeout(600)  # the first test of an engine waits for its start
+
 TOLERANCE = 1e-4
 BEGINNING = [40 + i % 50 for i in range(20)]
 PROMPTS = [[*BEGINNING, 5, 6, 7], [*BEGINNING, 9], [*BEGINNING, *range(17)], [4], [8, 3, 8], [*BEGINNING, 9]]

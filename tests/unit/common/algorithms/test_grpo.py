@@ -279,6 +279,9 @@ def test_metrics_are_means_over_all_tokens_however_the_rows_are_split() -> None:
     )
     assert whole["kl_k1"] == pytest.approx(-statistics.fmean(off))
     assert whole["kl_k3"] == pytest.approx(statistics.fmean(math.exp(x) - 1 - x for x in off))
+    assert whole["logprob_mismatch"] == pytest.approx(statistics.fmean(map(abs, off)))
+    assert whole["logprob_mismatch_max"] == pytest.approx(max(map(abs, off)))
+    assert whole["logprob_mismatch_kl"] == whole["kl_k3"]
     assert whole["entropy"] == pytest.approx(2.0)
     assert whole["tokens"] == sum(lengths)
 
