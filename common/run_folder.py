@@ -113,11 +113,13 @@ class RunFolder:
     def sockets(self) -> Path:
         """A short private folder for unix sockets (the kernel allows 107 bytes for a socket's path).
 
-        Its name is a hash of the run folder's real path, so that two runs never share one.
+        Its name is a hash of the run folder's real path, so that two runs never share one. `RLMQ_SOCKETS` names
+        another place for it, where processes of one run do not share /tmp.
         """
         digest = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
         runtime = Path(f"/run/user/{os.getuid()}")
-        base = runtime if os.access(runtime, os.W_OK) else Path("/tmp")
+        usual = runtime if os.access(runtime, os.W_OK) else Path("/tmp")
+        base = Path(os.environ.get("RLMQ_SOCKETS") or usual)
         return base / f"rlmq-{os.getuid()}-{digest}"
 
     @property

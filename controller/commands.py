@@ -16,7 +16,7 @@ from rlmq.common.processes import cores
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 
-_COMPUTE_ROLES = ("rollout", "reference", *TRAINERS)
+COMPUTE_ROLES = ("rollout", "reference", *TRAINERS)
 
 _FOREIGN = (
     "MASTER_ADDR",
@@ -106,7 +106,7 @@ def threads(recipe: Recipe, role: str) -> int:
     placed = recipe.place_of(role)
     if placed is not None and placed.threads is not None:
         return placed.threads
-    return cores() if role in _COMPUTE_ROLES or getattr(placed, "model", None) is not None else 1
+    return cores() if role in COMPUTE_ROLES or getattr(placed, "model", None) is not None else 1
 
 
 def process_environment(recipe: Recipe, role: str) -> dict[str, str | None]:

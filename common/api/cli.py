@@ -101,7 +101,8 @@ def worker(
     role: Annotated[
         str,
         typer.Argument(
-            metavar="ROLE", help="prompts, rollout, reward, reference, critic, actor, recorder or a node."
+            metavar="ROLE",
+            help="prompts, rollout, reward, reference, critic, actor, recorder, a node; or with index: rollout-1.",
         ),
     ],
     recipe: RecipeArgument,
@@ -342,6 +343,22 @@ def draw(
     from rlmq.cli_draw import draw_command
 
     return draw_command(flow, overrides or [], svg)
+
+
+@app.command()
+@ends_in_one_message
+def deploy(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="systemd or compose.")],
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the files.")] = Path(
+        "deployment"
+    ),
+) -> int:
+    """Write the files that run a recipe under systemd or Docker Compose."""
+    from rlmq.cli_deploy import deploy_command
+
+    return deploy_command(kind, recipe, overrides or [], output)
 
 
 @app.command()

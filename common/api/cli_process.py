@@ -27,10 +27,19 @@ def controller_command(path: Path, overrides: Sequence[str], run_path: Path | No
 
 
 def worker_command(role: str, index: int, path: Path, overrides: Sequence[str], run_path: Path | None) -> int:
-    """`rlmq worker`. By hand it joins the newest run of the recipe's name, and waits for one to begin."""
+    """`rlmq worker`. By hand it joins the newest run of the recipe's name, and waits for one to begin.
+
+    A role may bring its index along: `rollout-1`, as systemd's instances are called.
+    """
     loaded = _load(path, overrides, run_path)
-    check_place(loaded.recipe, role, index)
-    apply_environment(process_environment(loaded.recipe, role))
+    name, dash, number = role.rpartition("-")
+    if dash and number.isdecimal() and role not in loaded.recipe.workers():
+        role, index = name, int(number)
+    joined = joined_nodes(RunFolder(run_path)).get(role) if run_path is not None else None
+    recipe = loaded.recipe if joined is None else loaded.recipe.model_copy(update={"nodes": (joined,)})
+    if joined is None:
+        check_place(recipe, role, index)
+    apply_environment(process_environment(recipe, role))
     run = RunFolder(run_path) if run_path is not None else _await_run(loaded.recipe)
     return _end(worker_main, loaded, run, role, index)
 
