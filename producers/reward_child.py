@@ -62,8 +62,9 @@ class UserFunction:
         self._required = {p.name for p in parameters if p.kind in _BY_KEYWORD and p.default is p.empty}
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.verl = "solution_str" in self._names
+        self.verl_batch = "solution_strs" in self._names
         self.per_row = self.verl and not inspect.iscoroutinefunction(function)
-        if not (self.verl or self._takes_all or self._names & {"prompts", "completions"}):
+        if not (self.verl or self.verl_batch or self._takes_all or self._names & {"prompts", "completions"}):
             raise UsageError(
                 subject,
                 got=f"a function with the parameters ({', '.join(p.name for p in parameters)})",
@@ -83,6 +84,8 @@ class UserFunction:
         if self.verl:
             results = [self._function(**self._fitting(_verl_arguments(row))) for row in rows]
             return [_resolve(result) for result in results] if self.per_row else asyncio.run(_gather(results))
+        if self.verl_batch:
+            return _resolve(self._function(**self._fitting(_verl_batch_arguments(rows))))
         return _resolve(self._function(**self._fitting(_trl_arguments(rows))))
 
     def _fitting(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +122,13 @@ def _verl_arguments(row: tuple[Any, str, dict[str, Any]]) -> dict[str, Any]:
     elif "ground_truth" in fields:
         given["ground_truth"] = fields["ground_truth"]
     return given
+
+
+def _verl_batch_arguments(rows: Rows) -> dict[str, Any]:
+    """verl's form for all rows at once: its names in the plural, one list each."""
+    given = [_verl_arguments(row) for row in rows]
+    names = dict.fromkeys(name for one in given for name in one)
+    return {f"{name}s": [one.get(name) for one in given] for name in names}
 
 
 def _resolve(result: Any) -> Any:

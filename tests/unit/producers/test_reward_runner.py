@@ -159,17 +159,18 @@ def test_verl_function_without_a_ground_truth_in_the_row_has_no_verdict(start: S
     assert "ground_truth" in verdicts.failure
 
 
-def test_verl_dicts_and_numbers_may_be_mixed(start: Start) -> None:
+def test_verls_batch_function_gets_all_rows_at_once(start: Start) -> None:
     runner = start(
-        "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    if data_source == 'a': return 0.25\n"
-        "    return {'score': 0.5, 'pred': solution_str[:3]}\n"
+        "def f(data_sources, solution_strs, ground_truths, extra_infos, scale):\n"
+        "    assert len({len(data_sources), len(solution_strs), len(ground_truths), len(extra_infos)}) == 1\n"
+        "    assert extra_infos[1] == {'index': 3}\n"
+        "    return [scale * text.endswith(truth) for text, truth in zip(solution_strs, ground_truths)]\n",
+        scale=2.0,
     )
-    truth = {"reward_model": {"ground_truth": "3"}}
 
-    given = [RewardRow("p", "c", {"data_source": s, **truth}) for s in "abab"]
+    given = rows(3, data_source="gsm", reward_model={"ground_truth": "1"}, extra_info={"index": 3})
 
-    assert runner.score(given).values == [0.25, 0.5, 0.25, 0.5]
+    assert runner.score(given).values == [0.0, 2.0, 0.0]
 
 
 def test_one_bad_row_of_a_verl_function_leaves_the_others_their_verdict(start: Start) -> None:
