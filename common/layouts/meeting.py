@@ -19,6 +19,8 @@ from rlmq.common.layouts.part import PartNote, together
 from rlmq.common.layouts.plan import Plan, plan
 from rlmq.common.weights import Rendezvous
 
+_CONNECT = timedelta(seconds=5)
+
 
 class Offer(msgspec.Struct, frozen=True):
     """A trainer rank's part, and the mark of the weights that it sends."""
@@ -108,14 +110,24 @@ def connect(meeting: Rendezvous, clock: Clock) -> dist.TCPStore:
     Raises:
         DeadlineExceeded: it refuses.
     """
-    try:
-        socket.create_connection((meeting.host, meeting.port), timeout=meeting.timeout_s).close()
-    except OSError as error:
-        raise DeadlineExceeded(
-            clock.subject, got=f"no meeting place ({error})", expected="the sender there"
-        ) from error
-    with clock.names("the sender at the meeting place"):
-        return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=clock.left())
+    while True:
+        try:
+            socket.create_connection((meeting.host, meeting.port), timeout=meeting.timeout_s).close()
+        except OSError as error:
+            raise DeadlineExceeded(
+                clock.subject, got=f"no meeting place ({error})", expected="the sender there"
+            ) from error
+        with clock.names("the sender at the meeting place"):
+            try:  # torch asks again and again also where nobody listens any more
+                store = dist.TCPStore(
+                    meeting.host, meeting.port, is_master=False, timeout=min(clock.left(), _CONNECT)
+                )
+            except dist.DistError:
+                if clock.over:
+                    raise
+                continue
+        store.set_timeout(clock.left())
+        return store
 
 
 def read(store: dist.Store, key: str, clock: Clock, who: str) -> bytes:

@@ -10,12 +10,12 @@ from chaos import chaos, matrix
 from chaos.live import ROOT
 
 pytestmark = pytest.mark.timeout(240)
-TINY = ["--recipe", str(ROOT / "recipes" / "tiny.yaml"), "--steps", "3"]
+PPO = ["--recipe", str(ROOT / "recipes" / "algorithms" / "ppo.yaml"), "--steps", "4"]
 
 
 def test_a_run_with_kills_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
     told = tmp_path / "chaos.json"
-    code = chaos.main([*TINY, "--kills", "2", "--folder", str(tmp_path), "--json", str(told)])
+    code = chaos.main([*PPO, "--kills", "2", "--folder", str(tmp_path), "--json", str(told)])
     result = json.loads(told.read_text())
     assert code == 0, result["faults"]
     assert len(result["kills"]) == 2
