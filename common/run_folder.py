@@ -85,6 +85,11 @@ class RunFolder:
         return self.path / "reward_model_checkpoints"
 
     @property
+    def nodes(self) -> Path:
+        """Items of nodes that joined the run after it began."""
+        return self.path / "nodes"
+
+    @property
     def batch_log(self) -> Path:
         """The batch log."""
         return self.path / "batch_log.jsonl"

@@ -81,7 +81,7 @@ class Worker:
             run=run,
             role=role,
             rank=rank,
-            world_size=recipe.workers()[role],
+            world_size=recipe.workers().get(role, 1),
             incarnation=self._state.incarnation,
             calls=calls,
             log=log,

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlmq.common.control import TRAINERS
+from rlmq.common.joined_nodes import joined_nodes
 from rlmq.common.processes import cores
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -77,6 +78,7 @@ READS: Mapping[str, tuple[str, ...]] = {
     "recorder": ("run", "reward", "evaluate", "redis"),
 }
 """Blocks and keys of the recipe that a process of each role reads."""
+_BASE = (sys.executable, "-P", "-m", "rlmq.cli")
 _NODE_READS = ("run", "nodes", "algorithm.group_size", "redis")
 
 
@@ -89,6 +91,8 @@ class ProcessSpec:
     argv: tuple[str, ...]
     environment: Mapping[str, str | None]
     reads: tuple[str, ...] = ()
+    joined: bool = False
+    """It joined the run later, which goes on without it."""
 
     @property
     def name(self) -> str:
@@ -125,13 +129,24 @@ def process_environment(recipe: Recipe, role: str) -> dict[str, str | None]:
 
 def process_specs(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], run: RunFolder) -> list[ProcessSpec]:
     """Controller and workers of a run, in starting order."""
-    base = (sys.executable, "-P", "-m", "rlmq.cli")
     tail = (str(recipe_path), *overrides, "--run", str(run.path))
-    specs = [_spec(recipe, "controller", 0, (*base, "controller", *tail))]
+    specs = [_spec(recipe, "controller", 0, (*_BASE, "controller", *tail))]
     for role, count in recipe.workers().items():
         for index in range(count):
-            specs.append(_spec(recipe, role, index, (*base, "worker", role, "--index", str(index), *tail)))
-    return specs
+            specs.append(_spec(recipe, role, index, (*_BASE, "worker", role, "--index", str(index), *tail)))
+    return specs + joined_specs(recipe, recipe_path, overrides, run)
+
+
+def joined_specs(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], run: RunFolder) -> list[ProcessSpec]:
+    """Workers of nodes that joined the run."""
+    found = []
+    for name, block in joined_nodes(run).items():
+        known = recipe.model_copy(update={"nodes": (block,)})
+        for index in range(block.workers):
+            tail = (str(recipe_path), *overrides, "--run", str(run.path))
+            argv = (*_BASE, "worker", name, "--index", str(index), *tail)
+            found.append(replace(_spec(known, name, index, argv), joined=True))
+    return found
 
 
 def _spec(recipe: Recipe, role: str, index: int, argv: tuple[str, ...]) -> ProcessSpec:

@@ -17,6 +17,7 @@ from rlmq.common.bus import ControllerBus
 from rlmq.common.calls import Call, CallRecord, CallResult, Calls
 from rlmq.common.control import FIXED, OBEYED, Snapshot
 from rlmq.common.errors import DeadlineExceeded, ExitCode, Fenced, RlmqError, Terminated
+from rlmq.common.joined_nodes import joined_nodes
 from rlmq.common.messages import CallBell, DesiredBell, Done, Goodbye, Heartbeat, Ordered, Report
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -96,7 +97,7 @@ class Dispatch:
         settings = {
             key: [(int(step), str(v)) for step, v in one] for key, one in wishes.get("settings", {}).items()
         }
-        desired = [self._calls.wanted(role) for role in workers]
+        desired = [self._calls.wanted(role) for role in (*workers, *joined_nodes(self._run))]
         self._feed(
             events.Began(
                 at=self.now(),

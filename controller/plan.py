@@ -200,7 +200,11 @@ def _heard_of(event: Heard) -> Worker:
 
 
 def _heard(state: State, event: Heard) -> Advanced:
-    return (_with_member(state, _heard_of(event)), ()) if tells(state, event) else (state, ())
+    if not tells(state, event):
+        return state, ()
+    state = _with_member(state, _heard_of(event))
+    joined = bool(state.workers) and event.role not in state.desired
+    return _want(state, (event.role,)) if joined else (state, ())
 
 
 def _with_member(state: State, worker: Worker) -> State:
@@ -226,7 +230,7 @@ def _left(state: State, event: Left) -> Advanced:
     )
     state = _with_member(state, gone)
     commands = tuple(_releases(state, event.at))
-    if event.fatal and state.phase != "stop":
+    if event.fatal and state.phase != "stop" and event.role in state.workers:
         text = event.error or f"{gone.name} ended with exit code {event.exit_code}"
         return state, (*commands, Fail(error=text, exit_code=event.exit_code))
     return state, commands
@@ -437,7 +441,7 @@ def _ordered(state: State, event: Ordered) -> Advanced:
             commands.append(Fail(error=text, exit_code=ExitCode.TERMINATED))
         case verb:
             commands.append(Refuse(number=event.number, why=f"{verb} in phase {state.phase}"))
-    state, wants = _want(state, state.workers)
+    state, wants = _want(state, state.desired)
     return state, (_kept(state), *wants, *commands)
 
 
@@ -472,7 +476,7 @@ def _wrong(key: str, value: str) -> str:
 
 def _ended(state: State, _event: Ended) -> Advanced:
     state = _replace(state, phase="stop", calls={}, wait=None)
-    state, wants = _want(state, state.workers)
+    state, wants = _want(state, state.desired)
     return state, (_kept(state), *wants)
 
 

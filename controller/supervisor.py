@@ -86,6 +86,7 @@ class Supervisor:
         server: the server to start first and end last; None when the user runs one.
         event: told one line about each restart and signal.
         tick: called about four times a second, on the calling thread.
+        joined: asked once a second for processes that came to the run; new ones are started.
         server_deadline_s: how long the server may take until it answers.
         silence_s: after this, and the time in which a lost server is waited for, a silent controller is replaced.
         patience: limits on the end.
@@ -99,6 +100,7 @@ class Supervisor:
         server: Server | None = None,
         event: Callable[[str], None] = _nothing,
         tick: Callable[[], None] = _nothing,
+        joined: Callable[[], Sequence[ProcessSpec]] = lambda: (),
         server_deadline_s: float = 60.0,
         silence_s: float = 30.0,
         patience: Patience | None = None,
@@ -113,6 +115,7 @@ class Supervisor:
         self._server_deadline_s = server_deadline_s
         self._event = event
         self._tick = tick
+        self._joined = joined
         self._silence_s = silence_s
         self._patience = patience or Patience.within(8.0)
         self._signals: list[int] = []
@@ -230,6 +233,8 @@ class Supervisor:
                 return None
             case "restart":
                 return self._restart(process, death)
+            case _ if process.spec.joined:
+                return self._go_on_without(process, death)
             case _:
                 # The controller heard of it too: a moment for it to write the run's summary and end.
                 self._failed = Outcome(_code(death), failure(death, process.log, process.log_from_byte))
@@ -239,12 +244,18 @@ class Supervisor:
     def _restart(self, process: Supervised, death: Death) -> Outcome | None:
         budget = process.budget
         if process.spend() is None:
+            if process.spec.joined:
+                return self._go_on_without(process, death)
             code = _code(death)
             restarts = f"{budget.limit} restarts within {budget.window_s / 60:g} minutes"
             words = used_up(death, process.log, process.spec.argv, restarts)
             return self._end(Outcome(code if code > 0 else int(ExitCode.RESTART), words))
         used = f"{len(budget.spent)} of {budget.limit}"
         self._event(f"{process.name} ended with {how(death)}; starting it again ({used})")
+        return None
+
+    def _go_on_without(self, process: Supervised, death: Death) -> Outcome | None:
+        self._event(f"{process.name} ended with {how(death)}; the run goes on without it, see {process.log}")
         return None
 
     def _look_at_server(self) -> Outcome | None:
@@ -288,7 +299,16 @@ class Supervisor:
             self._looked_at_s = now
             self._history.look()
             self._kill_silent()
+            self._start_joined()
         return None
+
+    def _start_joined(self) -> None:
+        names = {process.name for process in self._all}
+        for spec in self._joined():
+            if spec.name not in names:
+                self._event(f"{spec.name} joins the run")
+                self._all.append(Supervised(spec, self._run, self._history, self._guard))
+                self._all[-1].start()
 
     def _start_again(self, process: Supervised) -> None:
         if process.left and not self._history.goes_on:  # yet: the next controller may want it

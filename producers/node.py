@@ -16,15 +16,13 @@ import pyarrow as pa
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import arrow_schema
-from rlmq.common.dataflow import DataFlow
-from rlmq.common.errors import Fenced, Terminated, UsageError
+from rlmq.common.errors import Fenced, Terminated
 from rlmq.common.flow_nodes import node_columns
-from rlmq.common.lazy_model import HfModel, load_hf_model
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WRITTEN
+from rlmq.common.node_function import node_function
 from rlmq.common.node_rows import NodeRow, to_columns
 from rlmq.common.recipe.load import recipe_hash
-from rlmq.common.recipe.node_block import NodeBlock
-from rlmq.common.user_code import load_function, source_hash
+from rlmq.common.user_code import source_hash
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 
@@ -44,7 +42,7 @@ class NodeRole:
         self._store = store
         recipe = context.recipe
         self._block = next(block for block in recipe.nodes if block.name == context.role)
-        self._function, model = node_function(self._block, context)
+        self._function, model = node_function(self._block, context.recipe_folder)
         self._model = model
         self._schema = arrow_schema(node_columns(self._block))
         group = recipe.algorithm.group_size if self._block.scope == "group" else 1
@@ -137,19 +135,3 @@ class _Taken(list[NodeRow]):
         for row in super().__iter__():
             self.taking()
             yield row
-
-
-def node_function(block: NodeBlock, context: WorkerContext) -> tuple[Callable[..., object], HfModel | None]:
-    """The function of a node, and its model if it has one, as the recipe or the user's flow names them."""
-    found = load_function(block.function, context.recipe_folder, subject=f"node {block.name}")
-    model = load_hf_model(block.model) if block.model is not None else None
-    function: Callable[..., object] = found
-    if isinstance(found, DataFlow):
-        node = found.node(block.name)
-        if node.forward_fn is None:
-            raise UsageError(f"node {block.name} of {block.function}", got="no forward_fn", expected="a function")
-        function = node.forward_fn
-        model = node.model if isinstance(node.model, HfModel) else model
-    if model is not None:
-        model.folder = context.recipe_folder
-    return function, model

@@ -47,6 +47,8 @@ Every = Annotated[bool, typer.Option("--all", help="All dead letters of the run.
 
 dead = typer.Typer(no_args_is_help=True, help="Dead letters: rows that ended as dead and are still held.")
 app.add_typer(dead, name="dead")
+node = typer.Typer(no_args_is_help=True, help="Nodes that join a run while it goes on.")
+app.add_typer(node, name="node")
 
 
 @app.callback(invoke_without_command=True)
@@ -251,6 +253,19 @@ def stop(run: RunArgument = None, wait: Wait = True, within_s: Within = 60.0, fo
     return order_command("stop", run, folder=folder, wait=wait, within_s=within_s)
 
 
+@node.command("add")
+@ends_in_one_message
+def node_add(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML with one item of a recipe's `nodes`.")],
+    run: RunArgument = None,
+    folder: RunsFolder = _RUNS,
+) -> int:
+    """Let a node see the rows of a live run that end from now on."""
+    from rlmq.cli_node import node_add_command
+
+    return node_add_command(file, run, folder=folder)
+
+
 @dead.command("list")
 @ends_in_one_message
 def dead_list(
@@ -332,21 +347,6 @@ def keys(
 
 @app.command()
 @ends_in_one_message
-def draw(
-    flow: Annotated[
-        str, typer.Argument(metavar="FLOW", help="A recipe, or a script with a DataFlow (my.py, my.py:flow).")
-    ],
-    overrides: Overrides = None,
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it there instead.")] = None,
-) -> int:
-    """Draw the flow of a recipe or of a script: its nodes, and which columns they hand on."""
-    from rlmq.cli_draw import draw_command
-
-    return draw_command(flow, overrides or [], svg)
-
-
-@app.command()
-@ends_in_one_message
 def deploy(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="systemd or compose.")],
     recipe: RecipeArgument,
@@ -359,6 +359,21 @@ def deploy(
     from rlmq.cli_deploy import deploy_command
 
     return deploy_command(kind, recipe, overrides or [], output)
+
+
+@app.command()
+@ends_in_one_message
+def draw(
+    flow: Annotated[
+        str, typer.Argument(metavar="FLOW", help="A recipe, or a script with a DataFlow (my.py, my.py:flow).")
+    ],
+    overrides: Overrides = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Draw it there instead.")] = None,
+) -> int:
+    """Draw the flow of a recipe or of a script: its nodes, and which columns they hand on."""
+    from rlmq.cli_draw import draw_command
+
+    return draw_command(flow, overrides or [], svg)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlmq.cli_errors import leave, tell
 from rlmq.common.errors import RlmqError, UsageError
+from rlmq.common.joined_nodes import joined_nodes
 from rlmq.common.recipe.load import LoadedRecipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder

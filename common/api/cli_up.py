@@ -18,7 +18,7 @@ from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.consumers.file_checkpoints import FileCheckpoints
 from rlmq.controller.addresses import claim_home, write_addresses
-from rlmq.controller.commands import ProcessSpec, process_specs, threads
+from rlmq.controller.commands import ProcessSpec, joined_specs, process_specs, threads
 from rlmq.controller.display import Display, print_summary
 from rlmq.controller.runs import OpenedRun, name_lock, next_run, open_run, read_summary
 from rlmq.controller.server import Server, check_url, find_binary
@@ -69,9 +69,11 @@ def _run(loaded: LoadedRecipe, *, fresh: bool) -> int:
 
 def _supervise(loaded: LoadedRecipe, run: RunFolder, server: Server | None, console: Console) -> Outcome:
     display = Display(run, console)
+    what = (loaded.recipe, loaded.path.absolute(), loaded.overrides, run)
     supervisor = Supervisor(
         run,
-        process_specs(loaded.recipe, loaded.path.absolute(), loaded.overrides, run),
+        process_specs(*what),
+        joined=lambda: joined_specs(*what),
         server=server,
         event=display.event,
         tick=display.tick,

@@ -10,7 +10,8 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -19,6 +20,7 @@ from rlmq.buffer.store import ExperienceStore
 from rlmq.common.calls import Calls
 from rlmq.common.control import FIXED
 from rlmq.common.errors import DeadlineExceeded, SchemaMismatch, SecondController, UsageError
+from rlmq.common.joined_nodes import joined_nodes
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.common.user_code import load_function
@@ -79,6 +81,11 @@ def start_process(
     flows = flows_of(recipe)
     columns = [column for flow in flows for column in sample_columns(flow)]
     tables = [table for flow in flows for table in sample_tables(flow, capacity_rows=_CAPACITY_ROWS)]
+    joined = joined_nodes(run).get(role)
+    if joined is not None:
+        from rlmq.consumers.joined_node import stage_of
+
+        tables[0] = replace(tables[0], stages=(*tables[0].stages, stage_of(joined)))
     store = RedisStore(redis_url, run_id=run.run_id, worker=f"{role}-{index}")
     store.open(tables)
     store.recover()  # what a killed process of this name held is redelivered now, not when its lease is over
@@ -111,6 +118,11 @@ def role_class(role: str, process: Process) -> Callable[..., Role]:
     Raises:
         UsageError: the user's file has no such class or function.
     """
+    joined = joined_nodes(process.run).get(role)
+    if joined is not None:
+        from rlmq.consumers.joined_node import JoinedNode
+
+        return partial(JoinedNode, block=joined)
     node = next((block for block in process.recipe.nodes if block.name == role), None)
     if node is not None:
         found = load_function(node.function, process.recipe_folder, subject=f"node {role}")

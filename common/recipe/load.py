@@ -17,6 +17,7 @@ import yaml
 
 from rlmq.common.errors import UsageError
 from rlmq.common.recipe.convert import Problem, to_recipe
+from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.recipe.yaml_tree import BlockNode, ListNode, Node, Scalar, parse_yaml
 from rlmq.common.script import recipe_of_script
@@ -65,6 +66,27 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
         recipe = _beside_link(recipe, path.parent.absolute(), folder)
     recipe = _with_key_folder(recipe, folder)
     return LoadedRecipe(recipe, path, folder, tuple(overrides))
+
+
+def load_joined(recipe: Path, node: Path) -> tuple[Recipe, NodeBlock]:
+    """The recipe of a run, and an item of `nodes` in a file of its own; the item's names of files become absolute.
+
+    Raises:
+        UsageError: as `load_recipe`.
+    """
+    root, item = (parse_yaml(_read(path), subject=str(path)) for path in (recipe, node))
+    loaded, _ = to_recipe(root)
+    if loaded is None or not isinstance(root, BlockNode):
+        raise UsageError(str(recipe), got="what is no recipe", expected="the recipe of a run")
+    root.items["nodes"] = ListNode([item], item.where)
+    more, problems = to_recipe(root)
+    if more is None:
+        raise _refusal(node, problems)
+    [block] = more.nodes
+    folder = node.resolve().parent
+    names = {key: getattr(block, key) for key in ("function", "model")}
+    beside = {key: f"{folder / name}" for key, name in names.items() if name is not None and is_spec(name)}
+    return loaded, block.model_copy(update=beside)
 
 
 def dump_recipe(recipe: Recipe) -> str:

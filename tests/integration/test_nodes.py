@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from integration.test_resume import reach_step
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -120,3 +121,51 @@ def test_a_wrong_flow_is_refused_before_it_starts(cli: Any, tmp_path: Path) -> N
         done = cli.run("check", path)
         assert done.code == 2, done.text
         assert message in done.err
+
+
+@pytest.mark.timeout(300)
+def test_a_node_joins_a_live_run_and_sees_what_ends_from_then_on(cli: Any, tmp_path: Path) -> None:
+    # given a run that is paused after its first step, and a node in a file of its own
+    (tmp_path / "judge.py").write_text(
+        "def judged(rows):\n"
+        "    lengths = [len(row.response_text) for row in rows]\n"
+        "    return {'length': lengths, 'praise': [row.reward > 0.5 for row in rows]}\n"
+    )
+    item = tmp_path / "judge.yaml"
+    good = "{name: judge, function: judge.py:judged, reads: [response_text, reward], writes: "
+    good += "{length: int, praise: bool}}"
+    process = cli.start("up", cli.tiny, "train.steps=300", "data.eval=null", "rollout.max_response_tokens=8")
+    run = reach_step(cli, "tiny", 1)
+    paused = cli.run("pause")
+    assert paused.code == 0, paused.text
+    open_step = len(cli.metrics("tiny")) + 1
+    assert cli.run("set", f"train.steps={open_step + 5}").code == 0
+    # then an item that cannot join is refused, and another one joins
+    for before, after, message in (
+        ("reads: [response_text, reward]", "reads: [score]", "node judge reads: got 'score'"),
+        ("praise: bool}", "praise: bool}, keep: praise", "keep, before or scope"),
+    ):
+        item.write_text(good.replace(before, after))
+        refused = cli.run("node", "add", item)
+        assert (refused.code, message in refused.text) == (2, True), refused.text
+    item.write_text(good)
+    added = cli.run("node", "add", item)
+    assert added.code == 0, added.text
+    log = run / "logs" / "judge-0.log"
+    cli.wait_until(lambda: log.is_file() and "ready" in log.read_text(), "the judge is ready", 90)
+    assert cli.run("resume").code == 0
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "judge-0 joins the run" in output
+    # and it saw every row of the steps from then on, with what it made of it; the run's own rows know nothing of it
+    samples = run / "samples"
+    rows = {row["sample_id"]: row for path in samples.glob("train-*") for row in pq.read_table(path).to_pylist()}
+    seen = {row["sample_id"]: row for path in samples.glob("judge-*") for row in pq.read_table(path).to_pylist()}
+    whole = range(open_step + 1, open_step + 4)  # the open one may have had its rows, the last one may be too late
+    assert len(rows) == (open_step + 5) * 64
+    assert set(whole) <= {row["step"] for row in seen.values()}
+    for name, row in rows.items():
+        assert "praise" not in row
+        if row["step"] in whole:
+            told = {"length": len(row["response_text"]), "praise": row["reward"] > 0.5}
+            assert seen[name] == {"sample_id": name, "step": row["step"], **told}
