@@ -1,8 +1,8 @@
 """What advantages and losses add to a training step, beside the plain sum of the log-probs.
 
-A step is forward, backward and update. All but the loss is the same for every algorithm, and is measured with the sum
-as the loss. Advantages, the loss, its backward to the log-probs and its figures are measured on the same rows, and the
-sum in their place; the difference is what is added. All is CPU time of one thread, medians over rounds in turn.
+A step is forward, backward and update. All but the loss is the same for every algorithm, and is measured with the
+sum as the loss. Advantages, the loss, its backward to the log-probs and its figures are measured on the same rows,
+and the sum in their place; the difference is what is added. All is CPU time of one thread, medians over rounds.
 
     rlmq bench losses -- [tiny | wide] [ROUNDS]
 """
