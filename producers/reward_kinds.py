@@ -88,6 +88,9 @@ def text_of(completion: Any) -> str:
 class MathVerify:
     """1 where `math_verify.verify` holds the response's answer for equal to the data's, else 0.
 
+    Its own time-outs (5 s to read an answer, 5 s to compare) are no verdict; where it fails on a response, the
+    answers are not equal, as is its default.
+
     Args:
         answer: the field with the true answer; default: the first of `answer`, `solution`, `ground_truth`, and
             verl's `reward_model.ground_truth` that the row has.
@@ -97,6 +100,7 @@ class MathVerify:
 
     def __init__(self, answer: str = "") -> None:
         self._math = require("math_verify", "math-verify[antlr4_13_2]")
+        self._timeout: type[BaseException] = require("math_verify.errors", "math-verify").TimeoutException
         self._fields = (answer,) if answer else ("answer", "solution", "ground_truth")
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[Any]:
@@ -115,7 +119,13 @@ class MathVerify:
         gold = self._math.parse(f"${truth}$") if "$" not in str(truth) else self._math.parse(str(truth))
         if not gold:
             return NoVerdict(f"math_verify: the data's answer {truth!r} cannot be parsed")
-        return float(self._math.verify(gold, self._math.parse(response)))
+        try:
+            found = self._math.parse(response, raise_on_error=True)
+            return float(self._math.verify(gold, found, raise_on_error=True))
+        except self._timeout as error:
+            return NoVerdict(f"math_verify: {error}")
+        except Exception:  # noqa: BLE001 - it takes anything that a response may say
+            return 0.0
 
 
 class ReasoningGym:

@@ -85,8 +85,8 @@ def test_further_fields_are_plain_values(folder: Path) -> None:
     (folder / "odd.py").write_text(
         "import numpy as np\n"
         "def odd(completions, **_):\n"
-        "    return [{'score': None, 'n': np.float32(0.5), 'b': np.bool_(True), 'big': 1 << 80, 'nan': float('nan'),\n"
-        "             'text': 'x' * 5000, 'many': [1, 2], 3: None, 'int': 7}, 1.0]\n"
+        "    return [{'score': None, 'n': np.float32(0.5), 'b': np.bool_(True), 'big': 1 << 80,\n"
+        "             'nan': float('nan'), 'text': 'x' * 5000, 'many': [1, 2], 3: None, 'int': 7}, 1.0]\n"
     )
     with rlmq.RewardClient(["odd.py:odd"], folder=folder) as client:
         scores = client.score([row("x"), row("y")])
@@ -132,6 +132,26 @@ def test_a_scorer_that_needs_more_memory_than_it_may_has_no_verdict(folder: Path
 
     assert scores.rewards == [None]
     assert "MemoryError" in scores.reasons[0]
+
+
+def test_math_verify_compares_answers_and_its_time_out_is_no_verdict(folder: Path) -> None:
+    pytest.importorskip("math_verify")
+    cases: list[tuple[str, dict[str, Any], float | None]] = [
+        ("The answer is $\\frac{1}{2}$.", {"answer": "0.5"}, 1.0),
+        ("so \\boxed{3}", {"answer": 3}, 1.0),
+        ("so \\boxed{4}", {"answer": "3"}, 0.0),
+        ("no idea", {"answer": "3"}, 0.0),
+        ("$x^2+2x+1$", {"solution": "$(x+1)^2$"}, 1.0),
+        ("7", {"reward_model": {"ground_truth": "7"}}, 1.0),
+        ("7", {}, None),
+        ("$9^{9^{9^{9}}}$", {"answer": "3"}, None),
+    ]
+    with rlmq.RewardClient([{"builtin": "math_verify", "timeout_s": 60.0}], folder=folder) as client:
+        scores = client.score([row(response, **fields) for response, fields, _ in cases])
+
+    assert scores.rewards == [expected for _, _, expected in cases]
+    assert [reason.partition(" ")[0] for reason in scores.reasons] == ["math_verify:"] * 2
+    assert "Timeout" in scores.reasons[1]
 
 
 def test_reasoning_gym_scores_its_own_entries(folder: Path) -> None:
