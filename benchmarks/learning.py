@@ -47,7 +47,7 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
         }
         for path, own_runs in runs.items():
             *real, shuffled = (one.result() for one in own_runs)
-            row, own = _judged(path.stem, stated[path], seeds, real, shuffled[-1])
+            row, own = judged(path.stem, stated[path], seeds, real, shuffled[-1])
             rows.append(row)
             ratios |= own
     return BenchResult("learning", rows, ratios)
@@ -60,7 +60,7 @@ def _figures(path: Path, seed: int, stated: Mapping[str, Any], options: Sequence
     return [fmean(figures[end - _MEAN_OVER : end]) for end in range(_MEAN_OVER, len(figures) + 1)]
 
 
-def _judged(
+def judged(
     name: str,
     stated: Mapping[str, Any],
     seeds: Sequence[int],
