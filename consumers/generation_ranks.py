@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -52,13 +52,17 @@ class LeadingEngine:
         self._ranks.broadcast(_END)
 
 
-def follow(engine: GenerationEngine, ranks: Mesh) -> None:
+def follow(engine: GenerationEngine, ranks: Mesh, progress: Callable[[], object]) -> None:
     """Make the calls of the replica's first rank, until it ends.
+
+    Args:
+        progress: called after each.
 
     Raises:
         RestartRequired: it died or was silent for too long.
     """
     while (word := ranks.broadcast(b"")) != _END:
+        progress()
         if word == _STEP:
             engine.step()
             continue

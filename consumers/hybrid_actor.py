@@ -77,12 +77,12 @@ class HybridActorRole(ActorRole):
             the training layout, and nothing was generated.
         """
         self._catch_up(int(args["version"]))
-        self._saved.before_change()
+        self._context.activity("generating")
         chunks = 0
         try:
             with self._hybrid.generation(self._trained) as engine:
                 if self._replica.rank:
-                    follow(engine, self._replica)
+                    follow(engine, self._replica, self._context.progress)
                 else:
                     leading = LeadingEngine(engine, self._replica)
                     chunks = self._generate_ready(leading)

@@ -300,6 +300,7 @@ class RunSteering:
             if counts != seen:
                 self._dispatch.moved()
                 seen = counts
+            self._generate_on_actor(counts)
             self._dispatch.waits(f"stage {stage} in table {TRAIN}", [stage], deadline_s=self._step_s)
             self._pump(TRAIN, stage, itself=True)
             self._dispatch.sleep(_LOOK_S / 5)
@@ -463,8 +464,7 @@ class RunSteering:
             if counts != seen:
                 self._dispatch.moved()
                 seen = counts
-            if counts.ready.get("rollout", 0):
-                self._generate_on_actor()
+            self._generate_on_actor(counts)
             busy = [name for name in counts.ready if counts.ready[name] or counts.leased.get(name)]
             on = [name for name in busy if name not in (interest.stage, "recorder")]
             self._dispatch.waits(what, on, deadline_s=self._step_s)
@@ -473,13 +473,13 @@ class RunSteering:
             self._dispatch.hold()
             self._weights.bring_up_to_date()
 
-    def _generate_on_actor(self) -> None:
+    def _generate_on_actor(self, counts: TableCounts) -> None:
         """The ranks of a hybrid actor generate what is ready; rows that come back are seen at the next look.
 
         Raises:
             DependencyError: they cannot switch.
         """
-        if not self._recipe.placement.actor.hybrid:
+        if not self._recipe.placement.actor.hybrid or not counts.ready.get("rollout", 0):
             return
         self._repeats += 1
         call_id = f"{self._place}/generate-{self._dispatch.epoch}-{self._repeats}/actor.generate"

@@ -36,6 +36,7 @@ def find_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     for check in (
         _data_problems,
         _model_problems,
+        _mesh_problems,
         _reward_problems,
         _algorithm_problems,
         _engine_problems,
@@ -83,6 +84,23 @@ def _model_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
                 yield UsageError(
                     "model", got=f"{folder} without config.json", expected="a Hugging Face model folder"
                 )
+    except RlmqError as error:
+        yield error
+
+
+def _mesh_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    """A model that the actor's ranks cannot hold together; one that is not on this machine is not looked at."""
+    model, placed = loaded.recipe.model, loaded.recipe.placement.actor
+    if placed.strategy != "3d" or not (is_spec(model) or (loaded.folder / Path(model).expanduser()).exists()):
+        return
+    from transformers import AutoConfig
+
+    from rlmq.common.engines.decoder_shape import DecoderShape
+    from rlmq.common.models import resolve_model
+
+    try:
+        config = AutoConfig.from_pretrained(resolve_model(model, loaded.folder), local_files_only=True)
+        DecoderShape.of(config).check(placed.mesh, f"placement.actor {placed.mesh}")
     except RlmqError as error:
         yield error
 

@@ -73,7 +73,7 @@ class ParallelEngine(TorchEngine):
         self.shape = DecoderShape.of(self.config)
         self.shape.check(groups.mesh, "placement.actor")
         self.groups = groups
-        self.sharded = True
+        self.sharded, self.even_passes = True, False
         self._place = groups.place
         self._block, self._temperature, self._group = block, temperature, None
         self._updates = 0

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from unit.common.engines.parallel_ranks import CLIP, ROWS, SPLIT, STEPS
-from unit.common.engines.torch_rows import Rows, block, rows_of
+from unit.common.engines.parallel_ranks import CLIP, ROWS, SPLIT, STEPS, loss
+from unit.common.engines.torch_rows import Rows, block, micro_batches, rows_of
 
 from rlmq.common.engines.decoder_shape import DecoderShape
 from rlmq.common.engines.mesh_groups import MeshGroups
@@ -204,3 +204,35 @@ def test_steps_on_a_mesh_are_those_of_one_process(
     # what several ranks hold whole is the same to the last bit
     norm = "model.layers.0.input_layernorm.weight"
     assert len({one["sums"][norm] for one in here if norm in one["sums"]}) == 1
+
+
+# -- bf16 --------------------------------------------------------------------------------------------------
+
+
+def test_bf16_shards_are_rounded_masters_and_their_state_makes_the_same_engine(models: dict[str, Path]) -> None:
+    # given an engine that made a step too small for bf16
+    def made() -> ParallelEngine:
+        keys = {"dtype": "bfloat16", "lr": 1e-5, "adam_epsilon": 1e-8}
+        return ParallelEngine(models["qwen2"], block(**keys), MeshGroups(MeshShape(), 0))
+
+    engine = made()
+    [batch] = micro_batches(rows_of(ROWS), [SPLIT[2]])
+    before = {name: value.clone() for name, value in engine.memory.training.items()}
+    engine.accumulate(batch, loss)
+    engine.step((10.0,))
+    state, served = engine.state(), dict(engine.shards())
+    moved = sum(not torch.equal(before[name], value) for name, value in engine.memory.training.items())
+    assert moved < len(before)
+    for name, value in served.items():
+        assert value.dtype is torch.bfloat16
+        if name != "lm_head.weight":
+            assert torch.equal(value, state[f"master.{name}"].bfloat16())
+            assert not torch.equal(value.float(), state[f"master.{name}"])
+    # when another one takes its state
+    other = made()
+    other.load_state(state)
+    # then their next steps are the same to the last bit
+    for one in (engine, other):
+        one.accumulate(batch, loss)
+        one.step((10.0,))
+    assert all(torch.equal(value, other.state()[name]) for name, value in engine.state().items())
