@@ -131,7 +131,8 @@ class HybridEngine:
                 torch.empty(self._bucket_bytes, dtype=torch.uint8).fill_(0)
         except (RuntimeError, MemoryError) as error:  # torch has no exception of its own for this on the CPU
             failure = str(error).splitlines()[0]
-        votes = all_gather(torch.tensor([bool(failure)], dtype=torch.int32), self._engine.groups.everyone)
+        vote, everyone = torch.tensor([bool(failure)], dtype=torch.int32), self._engine.groups.everyone
+        votes = all_gather(vote, everyone, timeout_s=self._timeout_s)
         failed = [rank for rank, vote in enumerate(votes) if int(vote)]
         if failed:
             raise DependencyError(

@@ -6,6 +6,7 @@ column-parallel layer, and after a row-parallel one.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +33,10 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor
     return tensor
 
 
-def all_gather(tensor: torch.Tensor, group: ProcessGroup | None) -> list[torch.Tensor]:
-    """Every rank's tensor, all of one shape.
+def all_gather(
+    tensor: torch.Tensor, group: ProcessGroup | None, *, timeout_s: float | None = None
+) -> list[torch.Tensor]:
+    """Every rank's tensor, all of one shape; `timeout_s` where it is not the group's.
 
     Raises:
         RestartRequired: as `all_reduce`.
@@ -42,7 +45,8 @@ def all_gather(tensor: torch.Tensor, group: ProcessGroup | None) -> list[torch.T
         return [tensor]
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     try:
-        group.allgather([parts], [tensor]).wait()
+        work = group.allgather([parts], [tensor])
+        work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise lost(error) from error
     return parts

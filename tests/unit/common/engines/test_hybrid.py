@@ -19,7 +19,7 @@ from rlmq.common.layouts.layout import Box
 from rlmq.common.layouts.plan import lower_bound
 from rlmq.common.layouts.zero_redundancy import Grouping
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 TOLERANCE = 2e-5
 MODELS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from rlmq.common.engines.parallel_trainer import ParallelEngine
 from rlmq.common.errors import UsageError
 from rlmq.common.layouts.layout import MeshShape
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 65,
@@ -73,7 +73,7 @@ def run_tasks(folder: Path, ranks: int, tasks: Sequence[Mapping[str, Any]]) -> d
         [*command, *map(json.dumps, tasks)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         check=False,
         cwd=Path(__file__).parents[3],
     )
