@@ -67,7 +67,13 @@ class ActorRole(Trainer[TorchEngine]):
             return ScoringEngine(model, self._recipe.train, group=self._mesh.group)
         model = load_model(folder, torch.float32)
         temperature = self._recipe.rollout.temperature
-        return TorchEngine(model, self._recipe.train, temperature=temperature, group=self._mesh.group)
+        return TorchEngine(
+            model,
+            self._recipe.train,
+            temperature=temperature,
+            group=self._mesh.group,
+            sharded=self._fully_sharded,
+        )
 
     def _build_parallel(self, folder: str | Path, **how: Any) -> ParallelEngine:
         from rlmq.common.engines.parallel_trainer import ParallelEngine
@@ -299,6 +305,8 @@ class ActorRole(Trainer[TorchEngine]):
             for micro in micro_batches:
                 micro.columns["old_logprobs"] = self._engine.logprobs(micro).logprobs
                 self._context.progress()
+            for _ in range(self._lacking(len(micro_batches))):
+                self._engine.idle(backward=False)
 
     # -- weights --------------------------------------------------------------------------------------------
 

@@ -117,8 +117,12 @@ def meet(
     incarnation: int,
     timeout_s: float,
     shape: MeshShape | None = None,
+    named: bool = False,
 ) -> Mesh:
     """Join the mesh of this generation, which rank 0 opens; no generation takes a rank twice.
+
+    Args:
+        named: the group is torch's default one too, which FSDP2 looks up by its name.
 
     Raises:
         RestartRequired: the ranks did not find each other within `timeout_s`.
@@ -130,8 +134,7 @@ def meet(
         note = f"{role}_mesh"
         first = rank == 0
         store = _open(calls, note, size, timeout) if first else _find(calls, note, rank, incarnation, timeout_s)
-        gloo: Any = dist.ProcessGroupGloo  # torch's stub does not call it a ProcessGroup
-        group: dist.ProcessGroup = gloo(dist.PrefixStore("ranks", store), rank, size, timeout)
+        group = _group(dist.PrefixStore("ranks", store), rank, size, timeout, named=named)
     except RuntimeError as error:
         raise _lost(error) from error
 
@@ -139,6 +142,18 @@ def meet(
         return join(store, name, list(ranks).index(rank), len(ranks), timeout_s)
 
     return Mesh(group, rank, size, shape, join_part)
+
+
+def _group(
+    store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, *, named: bool
+) -> dist.ProcessGroup:
+    if named:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    gloo: Any = dist.ProcessGroupGloo  # torch's stub does not call it a ProcessGroup
+    group: dist.ProcessGroup = gloo(store, rank, size, timeout)
+    return group
 
 
 def _open(calls: Calls, note: str, size: int, timeout: datetime.timedelta) -> dist.Store:

@@ -78,6 +78,7 @@ class Trainer(Generic[Engine]):
             incarnation=context.incarnation,
             timeout_s=recipe.deadlines.step_s,
             shape=self._shape(),
+            named=self._fully_sharded,
         )
         self._log = LoggedSteps(
             store, FileBatchLog(context.run.batch_log), self._read, exact=recipe.deterministic, events=context.log
@@ -93,6 +94,11 @@ class Trainer(Generic[Engine]):
     def _shape(self) -> MeshShape | None:
         """How the model lies on the ranks; None: each has all of it."""
         return None
+
+    @property
+    def _fully_sharded(self) -> bool:
+        """Whether ranks hold slices of everything (FSDP2)."""
+        return getattr(self._recipe.place_of(self._context.role), "strategy", "torch") == "fsdp"
 
     def _restored(self) -> Engine:
         """The engine at the newest checkpoint, or at the model that training begins with."""
@@ -226,6 +232,8 @@ class Trainer(Generic[Engine]):
                 raise_if_stopping(self._context)
                 sums.append(accumulate())
                 self._context.progress()
+            for _ in range(self._lacking(len(share))):
+                self._engine.idle(backward=True)
             self._saved.before_change()
             self._whole = False
             stats.append(self._engine.step(update.denominators))
@@ -242,6 +250,12 @@ class Trainer(Generic[Engine]):
             "grad_norm": float(np.mean([one.grad_norm for one in stats])),
             "lr": stats[-1].lr,
         }
+
+    def _lacking(self, passes: int) -> int:
+        """How many passes fewer than another rank this one makes, where all must make as many."""
+        if not self._engine.even_passes:
+            return 0
+        return max(int(number) for number in self._mesh.gather(str(passes).encode())) - passes
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 

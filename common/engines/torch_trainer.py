@@ -58,6 +58,7 @@ class TorchEngine:
         self._updates = 0
         self.sharded = sharded and group is not None
         self._low_precision = block.dtype == "bfloat16" and not self.sharded
+        self.even_passes = self.sharded
         self._served = torch.bfloat16 if block.dtype == "bfloat16" and self.sharded else None
         self._manifest: WeightManifest | None = None
         if self.sharded:
@@ -159,6 +160,7 @@ class TorchEngine:
         real = batch.attention_mask[:, prompt:].bool()
         nothing = torch.zeros(real.shape, device=real.device)
         if not bool(real.any()):
+            self.idle(backward=torch.is_grad_enabled())
             return PolicyOutput(nothing, nothing)
         places = places_of(batch, self._sharing)
         tokens = batch.input_ids[:, prompt:][real]

@@ -29,8 +29,10 @@ class GenerationPlacement(Block):
 class ActorPlacement(RolePlacement):
     """The trainer ranks of the policy: `pp · tp` of them hold the model together; the others are replicas."""
 
-    strategy: Literal["torch", "3d"] = Field(
-        default="torch", description="torch: each rank holds the whole model. 3d: it is cut over pp and tp."
+    strategy: Literal["torch", "fsdp", "3d"] = Field(
+        default="torch",
+        description="torch: each rank holds the whole model. fsdp: a slice of each weight, its gradient and its "
+        "optimizer state. 3d: the model is cut over pp and tp.",
     )
     pp: PositiveInt = Field(default=1, description="Pipeline stages (3d).")
     tp: PositiveInt = Field(default=1, description="Tensor ranks of each stage (3d).")

@@ -391,9 +391,10 @@ class Recipe(Block):
 
     @model_validator(mode="after")
     def _policy_on_a_mesh(self) -> Recipe:
-        if self.placement.actor.strategy == "3d" and self.algorithm.name == "reward_model":
+        strategy = self.placement.actor.strategy
+        if strategy != "torch" and self.algorithm.name == "reward_model":
             raise ValueError(
-                "placement.actor.strategy torch with algorithm reward_model: 3d trains language models"
+                f"placement.actor.strategy torch with algorithm reward_model: {strategy} trains language models"
             )
         hybrid, engine = self.placement.actor.hybrid, self.rollout.engine
         if hybrid and (engine != "hf" or not self.algorithm.online):
