@@ -18,7 +18,11 @@ def node_function(block: NodeBlock, folder: Path) -> tuple[Callable[..., object]
     Raises:
         UsageError: a function that cannot be found or imported, or a flow without this node.
     """
+    if block.function is None:
+        raise UsageError(f"node {block.name}", got="a scorer", expected="a function")
     found = load_function(block.function, folder, subject=f"node {block.name}")
+    if isinstance(found, type):
+        found = found()
     model = load_hf_model(block.model) if block.model is not None else None
     function: Callable[..., object] = found
     if isinstance(found, DataFlow):

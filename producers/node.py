@@ -1,4 +1,4 @@
-"""The role of a user's node: claims rows that have what it reads, runs its function, writes what it returns.
+"""The role of a user's node: claims rows that have what it reads, runs its function or scorer, writes.
 
 What the function raises, or returns in another form than the recipe says, is the end of the claim: the rows are
 delivered again, and after `max_deliveries` they are dead letters with the traceback.
@@ -9,23 +9,27 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import arrow_schema
-from rlmq.common.errors import Fenced, Terminated
+from rlmq.common.errors import DeadlineExceeded, Fenced, Terminated
 from rlmq.common.flow_nodes import node_columns
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WRITTEN
 from rlmq.common.node_function import node_function
 from rlmq.common.node_rows import NodeRow, to_columns
 from rlmq.common.recipe.load import recipe_hash
-from rlmq.common.user_code import source_hash
+from rlmq.common.user_code import is_spec, source_hash
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
+from rlmq.producers.process_runner import ProcessRewardRunner
+from rlmq.producers.reward_runner import refuse_the_clock, reward_row
 
+_SCORED = ("response_text", "prompt_text", "record")
+"""What a scorer gets of each row beside the columns that the node reads."""
 _EXTEND_S = 1.0
 """A lease is extended no more often."""
 
@@ -42,16 +46,29 @@ class NodeRole:
         self._store = store
         recipe = context.recipe
         self._block = next(block for block in recipe.nodes if block.name == context.role)
-        self._function, model = node_function(self._block, context.recipe_folder)
-        self._model = model
         self._schema = arrow_schema(node_columns(self._block))
         group = recipe.algorithm.group_size if self._block.scope == "group" else 1
         self._max_rows = -(-max(self._block.max_rows, self._block.min_batch) // group) * group
-        source = source_hash(self._block.function, context.recipe_folder)
-        self._facts = Facts(tag=f"config {recipe_hash(recipe)} function {source}")
+        scorer = self._block.scorer
+        source = scorer.source if scorer is not None else str(self._block.function)
+        told = source_hash(source, context.recipe_folder) if is_spec(source) else source
+        self._facts = Facts(tag=f"config {recipe_hash(recipe)} function {told}")
         self._failed_rows = 0
         self._last = ""
         self._extended_at = 0.0
+        self._reads = tuple(dict.fromkeys((*self._block.reads, *(_SCORED if scorer is not None else ()))))
+        self._claim: Claim | None = None
+        self._runner: ProcessRewardRunner | None = None
+        if scorer is None:
+            self._function, self._model = node_function(self._block, context.recipe_folder)
+        else:
+            self._runner = ProcessRewardRunner(
+                scorer,
+                self._block.name,
+                context.recipe_folder,
+                while_waiting=self._taking,
+                start_s=recipe.deadlines.start_s,
+            )
 
     def handlers(self) -> Mapping[str, CallHandler]:
         """`failures`: rows whose call failed so far, and the newest reason."""
@@ -60,7 +77,7 @@ class NodeRole:
     def work(self) -> bool:
         """Work on one claim; False when no row is ready."""
         for table in (EVAL, TRAIN):
-            claim = self._store.claim(table, self._block.name, max_rows=self._max_rows, columns=self._block.reads)
+            claim = self._store.claim(table, self._block.name, max_rows=self._max_rows, columns=self._reads)
             if claim is not None:
                 self._context.activity("scoring")
                 try:
@@ -80,14 +97,16 @@ class NodeRole:
         self._store.wait(interests, timeout_s=timeout_s, wake_fd=wake_fd)
 
     def close(self) -> None:
-        """The model goes with the process."""
+        """The model goes with the process; a scorer has one of its own."""
+        if self._runner is not None:
+            self._runner.close()
 
     def _work(self, claim: Claim) -> None:
         began = time.monotonic()
         name, block = self._block.name, self._block
         try:
-            columns = to_columns(self._call(claim), block.writes, claim.count, subject=f"node {name}")
-        except (Terminated, Fenced):
+            columns = self._computed(claim) if self._runner is None else self._scored(claim, self._runner)
+        except (Terminated, Fenced, DeadlineExceeded):
             raise
         except Exception as error:  # noqa: BLE001 - the user's function may raise anything
             self._failed_rows += claim.count
@@ -111,18 +130,35 @@ class NodeRole:
             "node.done", table=claim.table, rows=claim.count, filtered=len(ended), seconds=seconds
         )
 
-    def _call(self, claim: Claim) -> object:
-        table = claim.rows.to_pylist()
-        rows = _Taken(NodeRow(self._block.name, {name: row[name] for name in self._block.reads}) for row in table)
-        rows.taking = partial(self._taking, claim)
-        return self._function(rows) if self._model is None else self._function(self._model, rows)
+    def _computed(self, claim: Claim) -> dict[str, list[Any]]:
+        """What the function returned, checked."""
+        block, table = self._block, claim.rows.to_pylist()
+        rows = _Taken(NodeRow(block.name, {name: row[name] for name in block.reads}) for row in table)
+        self._claim, rows.taking = claim, self._taking
+        returned = self._function(rows) if self._model is None else self._function(self._model, rows)
+        return to_columns(returned, block.writes, claim.count, subject=f"node {block.name}")
 
-    def _taking(self, claim: Claim) -> None:
-        """Before the function takes up its next row: that is progress, and a place to stop at."""
+    def _scored(self, claim: Claim, runner: ProcessRewardRunner) -> dict[str, list[Any]]:
+        """The scorer's values; null is no verdict."""
+        block, recipe = self._block, self._context.recipe
+        assert block.scorer is not None
+        self._claim, more = claim, [name for name in block.reads if name not in _SCORED]
+        verdicts = runner.score([reward_row(record, more) for record in claim.rows.to_pylist()])
+        if recipe.deterministic:
+            refuse_the_clock(verdicts, f"scorer of node {block.name}", block.scorer.timeout_s)
+        for reason in [verdicts.failure] if verdicts.failure else verdicts.notes:
+            self._last = reason
+            self._context.log.warning("node.no_verdict", table=claim.table, reason=reason)
+        self._failed_rows += verdicts.values.count(None)
+        return dict.fromkeys(block.writes, verdicts.values)
+
+    def _taking(self) -> None:
+        """Before the function takes up its next row, or while a scorer works: that is progress, and a place to stop
+        at. A scorer's calls have a time limit, so this ends."""
         raise_if_stopping(self._context)
-        if time.monotonic() - self._extended_at >= _EXTEND_S:
+        if self._claim is not None and time.monotonic() - self._extended_at >= _EXTEND_S:
             self._extended_at = time.monotonic()
-            self._store.extend(claim)
+            self._store.extend(self._claim)
             self._context.progress()
 
 

@@ -21,7 +21,7 @@ from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.columns import LEARNED, arrow_schema, reward_columns
-from rlmq.common.errors import DeadlineExceeded, Fenced, Terminated
+from rlmq.common.errors import Fenced, Terminated
 from rlmq.common.flow import flow_of
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WITHOUT_VERDICT, ROWS_WRITTEN
 from rlmq.common.recipe.load import recipe_hash
@@ -31,7 +31,7 @@ from rlmq.common.worker import CallHandler, Role, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.producers.groups import GroupStage
 from rlmq.producers.process_runner import ProcessRewardRunner
-from rlmq.producers.reward_runner import ColumnRunner, RewardRow, RewardRunner
+from rlmq.producers.reward_runner import ColumnRunner, RewardRunner, refuse_the_clock, reward_row
 from rlmq.producers.reward_values import total
 from rlmq.producers.reward_weights import StepWeights, Weights
 
@@ -137,20 +137,15 @@ class RewardRole(Role):
         recipe = self._context.recipe
         self._claim, self._extended_at = claim, began
         records = claim.rows.to_pylist()
-        rows = [_reward_row(record, self._columns[len(_COLUMNS) :]) for record in records]
+        rows = [reward_row(record, self._columns[len(_COLUMNS) :]) for record in records]
         parts: list[list[float | None]] = []
         fields: list[dict[str, Any]] = [{} for _ in rows]
         for runner, block, name in zip(self._runners, recipe.reward, recipe.reward_names, strict=True):
             self._scoring = f"reward function {name}, at most {block.timeout_s:g} s a call"
             self._context.waits(self._scoring)
             verdicts = runner.score(rows)
-            if verdicts.timed_out and recipe.deterministic:
-                raise DeadlineExceeded(
-                    f"reward function {name}",
-                    got=f"no answer within {block.timeout_s:g} s",
-                    expected="a verdict for every row: in deterministic mode the clock decides none",
-                    remedy="Raise its timeout_s and start anew; after a passing load the same command goes on",
-                )
+            if recipe.deterministic:
+                refuse_the_clock(verdicts, f"reward function {name}", block.timeout_s)
             for reason in [verdicts.failure] if verdicts.failure else verdicts.notes:
                 self._tell(reason)
             parts.append(verdicts.values)
@@ -238,11 +233,3 @@ def _columns_of_nodes(recipe: Recipe) -> tuple[str, ...]:
     needs = {column for node in flow_of(recipe) if node.name == _STAGE for column in node.needs}
     written = [*(node.writes for node in recipe.nodes), (LEARNED,)]
     return tuple(column for writes in written if needs & set(writes) for column in writes)
-
-
-def _reward_row(record: Mapping[str, Any], more: Sequence[str] = ()) -> RewardRow:
-    """A stored row as the user wrote it; without a record, the rendered prompt."""
-    fields = json.loads(record["record"]) if record["record"] else {}
-    prompt = fields.pop("prompt", record["prompt_text"])
-    fields.update((name, record[name]) for name in more)
-    return RewardRow(prompt, record["response_text"], fields)

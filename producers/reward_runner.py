@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from rlmq.common.errors import DeadlineExceeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,29 @@ class Verdicts:
     notes: tuple[str, ...] = ()
     timed_out: bool = False
     fields: tuple[dict[str, Any], ...] = ()
+
+
+def reward_row(record: Mapping[str, Any], more: Sequence[str] = ()) -> RewardRow:
+    """A stored row as the user wrote it, with these columns among its fields; without a record, the text."""
+    fields = json.loads(record["record"]) if record["record"] else {}
+    prompt = fields.pop("prompt", record["prompt_text"])
+    fields.update((name, record[name]) for name in more)
+    return RewardRow(prompt, record["response_text"], fields)
+
+
+def refuse_the_clock(verdicts: Verdicts, subject: str, timeout_s: float) -> None:
+    """In deterministic mode no verdict depends on the clock.
+
+    Raises:
+        DeadlineExceeded: some rows have none because the time was over.
+    """
+    if verdicts.timed_out:
+        raise DeadlineExceeded(
+            subject,
+            got=f"no answer within {timeout_s:g} s",
+            expected="a verdict for every row: in deterministic mode the clock decides none",
+            remedy="Raise its timeout_s and start anew; after a passing load the same command goes on",
+        )
 
 
 class ColumnRunner:

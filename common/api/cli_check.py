@@ -170,7 +170,11 @@ def _node_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
         yield error
     for block in loaded.recipe.nodes:
         try:
-            found = load_function(block.function, loaded.folder, subject=f"node {block.name}")
+            if block.scorer is not None:
+                if block.scorer.function is not None:
+                    load_function(block.scorer.function, loaded.folder, subject=f"scorer of node {block.name}")
+                continue
+            found = load_function(str(block.function), loaded.folder, subject=f"node {block.name}")
             if isinstance(found, DataFlow):
                 found.node(block.name)
         except RlmqError as error:

@@ -113,7 +113,7 @@ def check_place(recipe: Recipe, role: str, index: int) -> None:
 
 
 def role_class(role: str, process: Process) -> Callable[..., Role]:
-    """What makes a role: rlmq's class, the user's own one (a node whose function is a class), or a node's.
+    """What makes a role: rlmq's class, the user's own (a node whose function is a class with `work`), or a node's.
 
     Raises:
         UsageError: the user's file has no such class or function.
@@ -124,9 +124,9 @@ def role_class(role: str, process: Process) -> Callable[..., Role]:
 
         return partial(JoinedNode, block=joined)
     node = next((block for block in process.recipe.nodes if block.name == role), None)
-    if node is not None:
+    if node is not None and node.function is not None:
         found = load_function(node.function, process.recipe_folder, subject=f"node {role}")
-        if isinstance(found, type):
+        if isinstance(found, type) and hasattr(found, "work"):
             return found
     if role == "actor" and process.recipe.placement.actor.hybrid:
         return _hybrid_actor

@@ -267,16 +267,19 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
         if values[block][key] is not None:
             values[block][key] = place(values[block][key], f"{block}.{key}")
     for i, block in enumerate(values["reward"]):
-        for kind in ("function", "model"):
-            if block[kind] is not None:
-                block[kind] = place(block[kind], f"reward.{i}.{kind}")
+        _place_code(block, f"reward.{i}", place)
     if recipe.reward_controller is not None:
         values["reward_controller"] = place(recipe.reward_controller, "reward_controller")
     for i, node in enumerate(values["nodes"]):
-        node["function"] = place(node["function"], f"nodes.{i}.function")
-        if node["model"] is not None:
-            node["model"] = place(node["model"], f"nodes.{i}.model")
+        _place_code(node, f"nodes.{i}", place)
+        _place_code(node["scorer"] or {}, f"nodes.{i}.scorer", place)
     return values
+
+
+def _place_code(block: dict[str, Any], where: str, place: Callable[[str, str], str]) -> None:
+    for kind in ("function", "model"):
+        if block.get(kind) is not None:
+            block[kind] = place(block[kind], f"{where}.{kind}")
 
 
 class _Dumper(yaml.SafeDumper):

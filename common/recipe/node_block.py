@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rlmq.common.recipe.block import Block, PositiveFloat, PositiveInt
+from rlmq.common.recipe.reward_block import RewardBlock
 
 ColumnKind = Literal["bool", "int", "float", "str", "list[int]", "list[float]"]
 
@@ -15,12 +16,20 @@ class NodeBlock(Block):
     """A node of the dataflow, with workers of its own."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", description="Its stage, its role and its processes: NAME-0.")
-    function: str = Field(
-        description="file.py:function of rows (with a model: of model and rows), file.py:FLOW that has the node, "
-        "or file.py:Class, a whole role."
+    function: str | None = Field(
+        default=None,
+        description="file.py:function of rows (with a model: of model and rows), file.py:Class that is made once "
+        "and called with rows, or is a whole role, or file.py:FLOW that has the node.",
+    )
+    scorer: RewardBlock | None = Field(
+        default=None,
+        description="In the place of a function: an item as in `reward`, in a role of its own; its values are the "
+        "node's one column.",
     )
     reads: tuple[str, ...] = Field(
-        min_length=1, description="Columns that it waits for; the function sees no other."
+        default=("response_text",),
+        min_length=1,
+        description="Columns that it waits for; the function sees no other.",
     )
     writes: dict[str, ColumnKind] = Field(min_length=1, description="Columns that it returns, and their types.")
     keep: str | None = Field(
@@ -51,6 +60,21 @@ class NodeBlock(Block):
     max_deliveries: int = Field(
         default=3, ge=1, le=40, description="Times that rows are handed out before they end as dead letters."
     )
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> NodeBlock:
+        if (self.function is None) == (self.scorer is None):
+            raise ValueError("exactly one of function and scorer")
+        if self.scorer is None:
+            return self
+        if list(self.writes.values()) != ["float"] or self.scorer.column is not None or self.model is not None:
+            raise ValueError("one float column in writes, and no model or column, with a scorer")
+        plain = RewardBlock(column="x")
+        names = ("weight", "objective", "ensemble", "name")
+        of_sum = [name for name in names if getattr(self.scorer, name) != getattr(plain, name)]
+        if of_sum:
+            raise ValueError(f"scorer: no {of_sum[0]}; the item `column` of reward has it")
+        return self
 
     @model_validator(mode="after")
     def _kept_by_bool(self) -> NodeBlock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,85 @@ def test_a_node_joins_a_live_run_and_sees_what_ends_from_then_on(cli: Any, tmp_p
         if row["step"] in whole:
             told = {"length": len(row["response_text"]), "praise": row["reward"] > 0.5}
             assert seen[name] == {"sample_id": name, "step": row["step"], **told}
+
+
+SCORERS = """\
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def meet(own, other):
+    \"\"\"Return when both have begun; a run that lets one wait for the other would never come here.\"\"\"
+    (HERE / own).touch()
+    until = time.monotonic() + 60
+    while not (HERE / other).exists():
+        assert time.monotonic() < until, f"{other} has not begun"
+        time.sleep(0.01)
+    time.sleep(0.05)
+
+
+def helpful(completions, **_):
+    meet("helpful", "harmless")
+    return [None if len(text) % 2 else float(len(text)) for text in completions]
+
+
+def harmless(completions, **_):
+    meet("harmless", "helpful")
+    return [0.25] * len(completions)
+
+
+class Counter:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, rows):
+        self.calls += 1
+        return [self.calls * 1000 + len(row.response_text) for row in rows]
+"""
+THREE = """
+nodes:
+  - {name: helper, scorer: {function: "scorers.py:helpful", timeout_s: 90}, writes: {helpful: float}}
+  - {name: guard, scorer: {function: "scorers.py:harmless", timeout_s: 90}, writes: {harmless: float}}
+  - {name: counter, function: "scorers.py:Counter", reads: [response_text], writes: {counted: int}}
+reward:
+  - {function: "rewards.py:letters", weight: 0.0}
+  - {column: helpful, weight: 0.5}
+  - {column: harmless, weight: -2.0}
+"""
+
+
+def spans(run: Path, role: str) -> list[tuple[float, float]]:
+    """When the role worked on each claim, as its log tells."""
+    found = []
+    for line in (run / "logs" / f"{role}-0.log").read_text().splitlines():
+        if match := re.match(r"(\S+)Z \[info\] node\.done.* seconds=([\d.]+)", line):
+            end = datetime.fromisoformat(match[1]).timestamp()
+            found.append((end - float(match[2]), end))
+    return found
+
+
+def test_two_scorers_of_one_kind_are_roles_that_work_side_by_side_and_a_class_is_a_node(
+    cli: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "scorers.py").write_text(SCORERS)
+    path = recipe(cli, tmp_path, THREE)
+    path.write_text(re.sub(r"^reward: \[.*$", "", path.read_text(), count=1, flags=re.MULTILINE))
+    (tmp_path / "rewards.py").write_text(REWARD.replace(", safe,", ",").replace("    assert all(safe)\n", ""))
+    done = cli.run("up", path, "train.steps=1", "data.eval=null", timeout_s=150)
+    assert done.code == 0, done.text
+    # then each scorer had a process of its own, and their first claims overlap: each ended after the other began
+    run = cli.newest_run("tiny")
+    (helper, *_), (guard, *_) = spans(run, "helper"), spans(run, "guard")
+    assert max(helper[0], guard[0]) < min(helper[1], guard[1])
+    # and the reward is made of their columns; null is no verdict of one of them
+    rows = [row for file in (run / "samples").glob("train-*.parquet") for row in pq.read_table(file).to_pylist()]
+    assert len(rows) == 64
+    for row in rows:
+        size = len(row["response_text"])
+        assert row["helpful"] == (None if size % 2 else float(size))
+        assert row["reward"] == (0.5 * size if size % 2 == 0 else 0.0) - 2.0 * 0.25
+        assert row["reward.helpful"] == row["helpful"]
+        assert row["counted"] % 1000 == size
+    assert {row["counted"] // 1000 for row in rows} >= {1}
