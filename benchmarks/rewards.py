@@ -33,10 +33,10 @@ from rlmq.common.worker import WorkerContext
 from rlmq.producers.reward import RewardRole
 
 _ROOT = Path(__file__).resolve().parent.parent
-_SLEEP_S = 0.1  # of one row's verifier
-_GROUP, _CHUNK, _CHUNKS = 8, 64, 2
+_SLEEP_S = 0.4  # of one row's verifier
+_GROUP, _CHUNK, _CHUNKS = 8, 64, 1
 _ROWS = _CHUNK * _CHUNKS
-_ROUNDS = 3
+_ROUNDS = 2
 _SOURCE = f"""
 import time
 
