@@ -87,27 +87,27 @@ class HybridEngine:
             RestartRequired: a rank died or did not answer in time.
         """
         self._enter()
-        decoder = ParallelDecoder(
-            self._engine.config,
-            self._groups.place,
-            self._engine.memory.generation,
-            self._groups.tp,
-        )
-        one = self._decoding
-        engine = ShardEngine(
-            ShardedModel(decoder, self._groups),
-            self._engine.layout(),
-            version,
-            pad_id=one.pad_id,
-            eos_ids=one.eos_ids,
-            max_batch=one.max_batch,
-            decode=one.decode,
-        )
         try:
-            yield engine
+            engine = self._serving(version)
+            try:
+                yield engine
+            finally:
+                engine.close()
         finally:
-            engine.close()
             self._leave()
+
+    def _serving(self, version: int) -> ShardEngine:
+        own, how = self._engine, self._decoding
+        decoder = ParallelDecoder(own.config, self._groups.place, own.memory.generation, self._groups.tp)
+        return ShardEngine(
+            ShardedModel(decoder, self._groups),
+            own.layout(),
+            version,
+            pad_id=how.pad_id,
+            eos_ids=how.eos_ids,
+            max_batch=how.max_batch,
+            decode=how.decode,
+        )
 
     def _enter(self) -> None:
         self._switches += 1

@@ -28,6 +28,7 @@ from rlmq.common.engines.shard_files import read_boxes
 from rlmq.common.engines.shard_gradients import ShardGradients
 from rlmq.common.engines.shard_memory import ShardMemory, named
 from rlmq.common.engines.shared_prompts import Places, SharingCost, places_of
+from rlmq.common.engines.tensor_parallel import lost
 from rlmq.common.engines.token_logprobs import VocabularyPart, token_logprobs
 from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import LossFunction, LossTerms, MicroBatch, PolicyOutput, StepStats
@@ -245,7 +246,11 @@ class ParallelEngine(TorchEngine):
         return WeightManifest(tuple(specs))
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole weights on rank 0, in the order of `layout`; nothing elsewhere."""
+        """The whole weights on rank 0, in the order of `layout`; nothing elsewhere.
+
+        Raises:
+            RestartRequired: another rank died or did not answer in time.
+        """
         for name, whole in self._gathered(dict(zip(self._names, self._weights, strict=True))):
             yield name, whole
             if name == EMBEDDING:
@@ -332,12 +337,15 @@ class ParallelEngine(TorchEngine):
     ) -> None:
         group = self.groups.everyone
         assert group is not None
-        if self.groups.rank == sender:
-            group.send([named(tensor, own[tensor.name].detach()).contiguous()], 0, 0).wait()
-        elif whole is not None:
-            part = torch.empty(box.shape, dtype=whole.dtype)
-            group.recv([part], sender, 0).wait()
-            _in(whole, box).copy_(part)
+        try:
+            if self.groups.rank == sender:
+                group.send([named(tensor, own[tensor.name].detach()).contiguous()], 0, 0).wait()
+            elif whole is not None:
+                part = torch.empty(box.shape, dtype=whole.dtype)
+                group.recv([part], sender, 0).wait()
+                _in(whole, box).copy_(part)
+        except RuntimeError as error:
+            raise lost(error) from error
 
 
 def _boxes(layout: Layout, rank: int) -> dict[str, Box]:

@@ -1,4 +1,4 @@
-"""The actor cut over ranks: hybrid ranks that die, a run continued from its checkpoint, slices of everything."""
+"""The actor cut over ranks (`strategy: 3d`): hybrid ranks that die, and a run continued from its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 STEPS = 3
 CUT = (
@@ -47,7 +47,7 @@ def reach_step(cli: Any, name: str, step: int) -> Path:
 
 def test_a_hybrid_rank_that_dies_changes_no_bit_of_what_rollout_workers_lead_to(cli: Any) -> None:
     # given a run whose actor is two tensor ranks that send their weights to a rollout worker
-    done = cli.run("up", cli.tiny, *CUT, "run.name=apart", timeout_s=280)
+    done = cli.run("up", cli.tiny, *CUT, "run.name=apart", timeout_s=400)
     assert done.code == 0, done.text
     apart = cli.newest_run("apart")
     assert (apart / "logs" / "rollout-0.log").exists()
@@ -56,7 +56,7 @@ def test_a_hybrid_rank_that_dies_changes_no_bit_of_what_rollout_workers_lead_to(
     run = reach_step(cli, "hybrid", 1)
     [victim] = [p for p in cli.processes() if {"worker", "actor", "1"} <= set(p.cmdline())]
     os.kill(victim.pid, signal.SIGKILL)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == 0, out[-3000:] + err[-3000:]
     assert not (run / "logs" / "rollout-0.log").exists()
     assert "rollout.generated" in "".join((run / "logs" / f"actor-{i}.log").read_text() for i in (0, 1))
