@@ -83,6 +83,11 @@ def _ancestry(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-000002")
 
 
+def _critics_ancestry(run: Path) -> None:
+    shutil.copytree(run / "checkpoints", run / "critic_checkpoints")
+    shutil.rmtree(run / "critic_checkpoints" / "step-000002")
+
+
 def _covered_twice(run: Path) -> None:
     path = run / "checkpoints" / "step-000004" / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -105,6 +110,7 @@ def _hash(run: Path) -> None:
         (_retrained, "retrained"),
         (_unapplied, "retrained"),
         (_ancestry, "ancestry"),
+        (_critics_ancestry, "ancestry"),
         (_covered_twice, "ancestry"),
         (_hash, "hash"),
     ],
