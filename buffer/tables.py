@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rlmq.buffer.store import Stage, Table
 from rlmq.common.flow import EVAL, TRAIN, FlowNode, sample_columns
@@ -27,14 +28,4 @@ def sample_tables(flow: Sequence[FlowNode], *, capacity_rows: int) -> tuple[Tabl
 
 
 def _stage(node: FlowNode) -> Stage:
-    handing = node.handing
-    return Stage(
-        node.name,
-        needs=node.needs,
-        scope=node.scope,
-        ended=node.ended,
-        lease_s=handing.lease_s,
-        max_deliveries=handing.max_deliveries,
-        min_batch=handing.min_batch,
-        max_wait_s=handing.max_wait_s,
-    )
+    return Stage(node.name, needs=node.needs, scope=node.scope, ended=node.ended, **asdict(node.handing))

@@ -38,6 +38,7 @@ from rlmq.common.columns import (
 if TYPE_CHECKING:
     from rlmq.common.algorithms.algorithm import Algorithm
     from rlmq.common.recipe.schema import Recipe
+    from rlmq.common.recipe.stage_block import StageBlock
 
 TRAIN = "train"
 EVAL = "eval"
@@ -54,6 +55,11 @@ class Handing:
     max_wait_s: float | None = None
     lease_s: float = 60.0
     max_deliveries: int = 3
+
+    @classmethod
+    def of(cls, block: StageBlock) -> Handing:
+        """As a stage or a node of the recipe says."""
+        return cls(block.min_batch, block.max_wait_s, block.lease_s, block.max_deliveries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
     from rlmq.common.flow_nodes import with_nodes
 
     algorithm = algorithm_of(recipe)
-    referee = Handing(**recipe.stages.reference.model_dump())
+    referee = Handing.of(recipe.stages.reference)
     if not spec_of(recipe.algorithm.name).online:
         flow = offline_flow(algorithm.needs, reference=algorithm.needs_reference, referee=referee)
         return with_nodes(flow, recipe.nodes)
@@ -98,7 +104,7 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
         generator="actor" if recipe.placement.actor.hybrid else "rollout",
         learned=recipe.reward_model.learns is not None,
         rewarded=tuple(block.column for block in recipe.reward if block.column is not None),
-        reward=Handing(**recipe.stages.reward.model_dump()),
+        reward=Handing.of(recipe.stages.reward),
         referee=referee,
     )
     return with_nodes(flow, recipe.nodes)
@@ -112,7 +118,7 @@ def flows_of(recipe: Recipe) -> tuple[tuple[FlowNode, ...], ...]:
     """
     from rlmq.common.algorithms import algorithm_of
 
-    referee = Handing(**recipe.stages.reference.model_dump())
+    referee = Handing.of(recipe.stages.reference)
     return (
         flow_of(recipe),
         *(_loss_flow(table, algorithm_of(own), referee) for table, own in recipe.tables.items()),

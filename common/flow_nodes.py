@@ -54,7 +54,7 @@ def with_nodes(flow: Sequence[FlowNode], blocks: Sequence[NodeBlock]) -> tuple[F
             block.reads,
             node_columns(block),
             scope=block.scope,
-            handing=Handing(block.min_batch, block.max_wait_s, block.lease_s, block.max_deliveries),
+            handing=Handing.of(block),
         )
         for block in blocks
     ]

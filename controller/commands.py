@@ -75,7 +75,7 @@ READS: Mapping[str, tuple[str, ...]] = {
             "redis",
         ),
     ),
-    "recorder": ("run", "reward", "evaluate", "redis"),
+    "recorder": ("run", "reward", "nodes", "losses", "evaluate", "redis"),
 }
 """Blocks and keys of the recipe that a process of each role reads."""
 _BASE = (sys.executable, "-P", "-m", "rlmq.cli")

@@ -6,13 +6,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rlmq.common.recipe.block import Block, PositiveFloat, PositiveInt
+from rlmq.common.recipe.block import PositiveInt
 from rlmq.common.recipe.reward_block import RewardBlock
+from rlmq.common.recipe.stage_block import StageBlock
 
 ColumnKind = Literal["bool", "int", "float", "str", "list[int]", "list[float]"]
 
 
-class NodeBlock(Block):
+class NodeBlock(StageBlock):
     """A node of the dataflow, with workers of its own."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", description="Its stage, its role and its processes: NAME-0.")
@@ -48,18 +49,6 @@ class NodeBlock(Block):
         default=None, description="Compute threads per process; none: all cores with a model, else 1."
     )
     max_rows: PositiveInt = Field(default=64, description="Most rows that the function gets at once.")
-    min_batch: PositiveInt = Field(
-        default=1, description="Rows that a worker waits for; fewer when the step has no more, or after max_wait_s."
-    )
-    max_wait_s: PositiveFloat | None = Field(
-        default=None, description="Longest that a ready row waits for min_batch; none: until the step has no more."
-    )
-    lease_s: PositiveFloat = Field(
-        default=60.0, description="Longest time with a row; then another worker gets the rows."
-    )
-    max_deliveries: int = Field(
-        default=3, ge=1, le=40, description="Times that rows are handed out before they end as dead letters."
-    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> NodeBlock:

@@ -19,6 +19,7 @@ from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.placement_block import ActorPlacement, RolePlacement
 from rlmq.common.recipe.reward_block import RewardBlock
+from rlmq.common.recipe.stage_block import StageBlock
 
 
 class RunBlock(Block):
@@ -216,23 +217,6 @@ class CheckpointBlock(Block):
 
     every_steps: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only the last step.")
     keep: PositiveInt = Field(default=2, description="Checkpoints kept beside the best one.")
-
-
-class StageBlock(Block):
-    """How a stage of the buffer hands out rows."""
-
-    min_batch: PositiveInt = Field(
-        default=1, description="Rows that a worker waits for; fewer when the step has no more, or after max_wait_s."
-    )
-    max_wait_s: PositiveFloat | None = Field(
-        default=None, description="Longest that a ready row waits for min_batch; none: until the step has no more."
-    )
-    lease_s: PositiveFloat = Field(
-        default=60.0, description="Without progress, rows go to another worker after this time."
-    )
-    max_deliveries: int = Field(
-        default=3, ge=1, le=40, description="Times that rows are handed out before they end as dead letters."
-    )
 
 
 class StagesBlock(Block):
