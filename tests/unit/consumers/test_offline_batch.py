@@ -12,8 +12,9 @@ import pytest
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.columns import DATA_COLUMNS, REFERENCE_COLUMNS, arrow_schema
 from rlmq.common.recipe.load import load_recipe
+from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.schema import Recipe
-from rlmq.consumers.batch import Batch, batch_columns, plan_step, read_batch
+from rlmq.consumers.batch import Batch, batch_columns, plan_loss, plan_step, read_batch
 
 PAIRS = 5
 
@@ -87,3 +88,27 @@ def test_nothing_is_read_that_only_generated_rows_have(recipe: Any) -> None:
     assert set(batch.ragged()) == {"advantages", "ref_logprobs"}
     assert batch.actor_columns().schema.names == ["advantages"]
     assert np.isnan(batch.rewards).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_loss_has_a_part_in_every_update_even_if_it_has_too_few_rows(recipe: Any, ranks: int) -> None:
+    # given an update in seven mini-batches of two passes, and another loss of five pairs
+    made = recipe("train.mini_batches=7", "train.epochs=2", "algorithm.name=sft")
+    block = LossBlock.model_validate(
+        {"name": "pairs", "algorithm": {"name": "dpo"}, "data": "p.jsonl", "weight": 0.5, "prompts_per_step": PAIRS}
+    )
+    own = made.model_copy(update={"losses": (block,)}).tables["pairs"]
+    entry = plan_step(read(made), [], step=1, recipe=made, algorithm=algorithm_of(made), world_size=ranks)
+    batch = read(own)
+    logged = plan_loss(block, own, algorithm_of(own), batch, [], entry)
+    # then it has as many parts, and each pair is in one of each pass, on one rank
+    assert len(logged.updates) == len(entry.updates) == 14
+    for updates in (logged.updates[:7], logged.updates[7:]):
+        micros = [micro for update in updates for share in update.micro_batches for micro in share]
+        assert sorted(row for micro in micros for row in micro) == list(range(2 * PAIRS))
+        assert all(batch.groups[a] == batch.groups[b] for a, b in micros)
+    assert all(len(update.micro_batches) == ranks for update in logged.updates)
+    # and its denominators are its own pairs, which a part without any does not divide by zero
+    parts = [sum(len(share) for share in update.micro_batches) for update in logged.updates]
+    assert [update.denominators for update in logged.updates] == [(float(max(1, n)),) for n in parts]
+    assert 0 in parts
