@@ -8,7 +8,7 @@ from rlmq.buffer import library
 from rlmq.buffer.keys import run_prefix
 
 _COMMANDS = (
-    *("multi", "set", "exec", "fcall", "mget", "hmget", "blpop"),
+    *("multi", "set", "exec", "fcall", "sort_ro", "mget", "hmget", "blpop"),
     *("info", "function|list", "select"),  # when connecting
 )
 _CALL = re.compile(r"\bp?call\('([A-Z]+)'")

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
 from rlmq.buffer import library
-from rlmq.buffer.wire import ANSWER_S, Command, Scattered, Small, Wire, packed
+from rlmq.buffer.wire import ANSWER_S, Command, Scattered, Wire, packed
 from rlmq.common.errors import DependencyError, IntegrityError, RlmqError, UsageError
 
 RETRY_S = 60.0
@@ -35,6 +36,11 @@ _NOT_THERE = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError, re
 _MULTI, _EXEC = packed(("MULTI",)), packed(("EXEC",))
 
 Payload = bytes | Scattered
+Argument = str | bytes | int | float | msgspec.Raw  # of a function
+
+
+class Refusable(bytes):
+    """A packed command that the server may refuse: None is its answer then."""
 
 
 class _LibraryMissing(DependencyError):
@@ -197,28 +203,40 @@ class Link:
         self._wire = Wire(client)
         self._posted: _Posted | None = None
 
-    def call(self, verb: str, prefix: str, *args: Small, payload: Sequence[tuple[str, Payload]] = ()) -> list[Any]:
+    def call(
+        self,
+        verb: str,
+        prefix: str,
+        *args: Argument,
+        payload: Sequence[tuple[str, Payload]] = (),
+        then: Refusable | None = None,
+    ) -> list[Any]:
         """Run a function; `payload` is set in the same transaction before it.
 
         Args:
             prefix: the function's key, or a key, a space and a second key of its slot.
+            then: a command to run after it, in the same round trip.
 
         Returns:
-            The function's reply; its first element is the status, as text.
+            The function's reply; its first element is the status, as text, and its last one what `then` answered.
 
         Raises:
             DependencyError: no server within `retry_s`, or one that refuses writes or lacks rights or functions.
             IntegrityError: the server does not know the table.
             redis.ResponseError: as it comes, `OutOfMemoryError` included (nothing was written).
         """
-        (reply,) = self._run(_with_payload(function_call(verb, prefix, *args), payload), 1)
+        command = function_call(verb, prefix, *args)
+        if then is not None:
+            reply, answer = self._run((command, then), 2)
+            return checked(prefix, reply, answer)
+        (reply,) = self._run(_with_payload(command, payload), 1)
         return checked(prefix, reply)
 
     def post(
         self,
         verb: str,
         prefix: str,
-        *args: Small,
+        *args: Argument,
         payload: Sequence[tuple[str, Payload]] = (),
         then: Callable[[Any], None],
     ) -> None:
@@ -254,7 +272,7 @@ class Link:
         if self._posted is not None:
             self.exchange(())
 
-    def calls(self, calls: Sequence[tuple[Small, ...]]) -> list[list[Any]]:
+    def calls(self, calls: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
         """Several functions, each with its prefix and arguments, in one round trip; see `call`."""
         replies = self._run([function_call(*call) for call in calls], len(calls))
         return [checked(str(call[1]), reply) for call, reply in zip(calls, replies, strict=True)]
@@ -299,7 +317,7 @@ class Link:
         return False
 
     def exchange(self, commands: Sequence[Command]) -> list[Any]:
-        """Send all commands at once and read all replies; an error reply is an exception in the list.
+        """Send all commands at once and read all replies; an error reply is an exception in the list, or None.
 
         A server that is loading, or read-only, is not there yet.
 
@@ -320,7 +338,7 @@ class Link:
                     if not backoff.sleep():
                         raise self._away(error) from error
 
-    def attempt(self, calls: Sequence[tuple[Small, ...]]) -> None:
+    def attempt(self, calls: Sequence[tuple[Any, ...]]) -> None:
         """Run functions once, for tidying up: a server that is away or refuses is left alone."""
         with self._lock, suppress(redis.RedisError, DependencyError):
             if self._wire.connected:
@@ -337,11 +355,13 @@ class Link:
         except BaseException:
             wire.disconnect()  # what is left unread must not answer the next command
             raise
-        for reply in replies:
+        for k, reply in enumerate(replies):
             if isinstance(reply, redis.RedisError):
                 if isinstance(reply, _NOT_THERE):
                     raise reply
-                if refusal := self._refusal(reply):
+                if isinstance(commands[k], Refusable):
+                    replies[k] = None
+                elif refusal := self._refusal(reply):
                     raise refusal from reply
         return replies
 
@@ -384,8 +404,8 @@ class Link:
         self._wire.disconnect()
 
 
-def checked(prefix: str, reply: list[Any]) -> list[Any]:
-    """A function's reply, with its status as text.
+def checked(prefix: str, reply: list[Any], *more: Any) -> list[Any]:
+    """A function's reply, with its status as text, and what came after it.
 
     Raises:
         IntegrityError: the server does not know the table.
@@ -398,6 +418,7 @@ def checked(prefix: str, reply: list[Any]) -> list[Any]:
             expected="the table that this run opened",
             remedy="The server came back empty or was flushed: restore its data, or start a new run",
         )
+    reply += more
     return reply
 
 
@@ -420,12 +441,25 @@ def _of_transaction(replies: list[Any]) -> list[Any]:
     return last  # type: ignore[no-any-return]
 
 
-def function_call(verb: Small, prefix: Small, *args: Small) -> bytes:
-    """The packed command that runs a function; see `Link.call`."""
-    return packed((*_head(verb, prefix), *args))
+def function_call(verb: str, prefix: str, *args: Argument) -> bytes:
+    """The packed command that runs a function; see `Link.call`. It gets its arguments as one msgpack array."""
+    if bytes in map(type, args):
+        args = tuple([_as_text(one) if type(one) is bytes else one for one in args])
+    packed_args = _encode(args)
+    return b"%b$%d\r\n%b\r\n" % (_head(verb, prefix), len(packed_args), packed_args)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def _as_text(data: bytes) -> msgspec.Raw:
+    """As msgpack's text, which in Lua is any bytes: Redis' own msgpack knows no other kind."""
+    return msgspec.Raw(b"\xdb%b%b" % (len(data).to_bytes(4, "big"), data))
 
 
 @functools.lru_cache(maxsize=4096)
-def _head(verb: Small, prefix: Small) -> tuple[Small, ...]:
-    keys = str(prefix).split(" ", 1)
-    return ("FCALL", library.function_name(str(verb)), len(keys), *keys)
+def _head(verb: str, prefix: str) -> bytes:
+    """The command, but for its last argument."""
+    keys = prefix.split(" ", 1)
+    command = packed(("FCALL", library.function_name(verb), len(keys), *keys, ""))
+    return command.removesuffix(b"$0\r\n\r\n")

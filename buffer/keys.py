@@ -35,7 +35,9 @@ TABLE_SUFFIXES = {
     "waiters": "waiters",
     "waiting": "waiting:",
     "wake": "wake:",
+    "fetch": "fetch",
 }
+_PAYLOAD = TABLE_SUFFIXES["payload"]
 # Suffixes of a run's control records.
 RUN_SUFFIXES = {
     "controller": "controller",
@@ -75,7 +77,7 @@ def run_prefix(run_id: str) -> str:
 
 def payload_key(prefix: str, chunk: str, unit: int, name: str) -> str:
     """Key of one piece of payload: columns of one unit (1-based) as an Arrow record batch without its schema."""
-    return f"{prefix}{TABLE_SUFFIXES['payload']}{chunk}/{unit}.{name}"
+    return f"{prefix}{_PAYLOAD}{chunk}/{unit}.{name}"
 
 
 def wake_key(prefix: str, waiter: str) -> str:

@@ -17,8 +17,10 @@ from rlmq.buffer.keys import RUN_SUFFIXES, TABLE_SUFFIXES
 _FOLDER = Path(__file__).parent / "functions"
 _FILES = ("table", "runs", "rows", "wake", "put", "claim", "finish", "admin", "calls")  # each uses those before it
 _REGISTER = """
+-- Arguments come as one msgpack array: no number is parsed from text, and one argument costs less than many.
 local function register(name, callback, flag)
-  redis.register_function{function_name = LIBRARY .. '_' .. name, callback = callback, flags = {flag}}
+  local function call(keys, args) return callback(keys, cmsgpack.unpack(args[1])) end
+  redis.register_function{function_name = LIBRARY .. '_' .. name, callback = call, flags = {flag}}
 end
 """
 

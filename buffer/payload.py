@@ -87,17 +87,18 @@ def cut(
     for unit, indexes in parts:
         part = batch if indexes is None else batch.select(indexes)
         for chunk, some in to.items():
-            key = payload_key(prefix, chunk, unit, tag)
-            found.arguments += (chunk, unit, tag, len(some))
+            found.arguments += (chunk, unit, len(some))
             for k, (first, count, at) in enumerate(some):
+                name = tag if len(some) == 1 else f"{tag}.{k}"
                 data = codec.encode(part if count == rows else part.slice(at, count))
                 if data.nbytes > codec.MAX_PIECE_BYTES:
                     got = f"{data.nbytes} bytes of {list(layout.units[unit - 1])} in one chunk"
                     expected = f"at most {codec.MAX_PIECE_BYTES}"
                     raise UsageError(f"chunk for table '{layout.table.name}'", got=got, expected=expected)
-                found.sets.append((key if len(some) == 1 else f"{key}.{k}", data))
-                found.arguments += (first, count, data.nbytes)
-                found.nbytes += data.nbytes
+                nbytes = data.nbytes
+                found.sets.append((payload_key(prefix, chunk, unit, name), data))
+                found.arguments += (name, first, count, nbytes, f"{name}:{first}:{count}:{nbytes}")
+                found.nbytes += nbytes
     return found
 
 
@@ -155,18 +156,24 @@ def spans(
 ) -> list[list[Span]]:
     """For each unit of the selection, the ranges cut by the newest piece that has each row."""
     joined = _joined(ranges)
-    return [
-        [span for one in joined for span in _spans(prefix, one, unit, where[one.chunk])] for unit in selection.units
-    ]
+    by_unit: list[list[Span]] = []
+    for unit in selection.units:
+        found: list[Span] = []
+        for one in joined:
+            chunk, there = one.chunk, where[one.chunk]
+            told = there.units.get(unit, "")
+            if told.count(";") == 1:  # as nearly always
+                name, first, rows, _ = told.split(":", 3)
+                at, of = one.first - int(first), int(rows)
+                if at >= 0 and at + one.count <= of:
+                    found.append(Span(payload_key(prefix, chunk, unit, name), at, one.count, of))
+                    continue
+            found += _spans(prefix, one, unit, there)
+        by_unit.append(found)
+    return by_unit
 
 
 def _spans(prefix: str, one: RowRange, unit: int, where: Whereabouts) -> list[Span]:
-    told = where.units.get(unit, "")
-    if told.count(";") == 1:  # as nearly always
-        name, first, rows, _ = told.split(":", 3)
-        at, of = one.first - int(first), int(rows)
-        if at >= 0 and at + one.count <= of:
-            return [Span(payload_key(prefix, one.chunk, unit, name), at, one.count, of)]
     found: list[Span] = []
     pieces = where.pieces(unit)
     at, stop = one.first, one.first + one.count

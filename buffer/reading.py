@@ -1,15 +1,16 @@
-"""Reading payload: where it is, then all of it in one MGET."""
+"""Reading payload: a claim brings it along, in one round trip; others ask where it is, then for all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 import redis
 
 from rlmq.buffer import payload
-from rlmq.buffer.connection import Link
+from rlmq.buffer.connection import Link, Refusable
 from rlmq.buffer.keys import TABLE_SUFFIXES
 from rlmq.buffer.layout import Layout, Selection
 from rlmq.buffer.payload import Whereabouts
@@ -30,6 +31,25 @@ class Reader:
     target: str
     layout: Layout
     writers: dict[str, str] = field(default_factory=dict)  # number of a client to its worker
+    follow: Refusable | None = None  # the command that gets what the claim before it named; None: this user may not
+
+    def __post_init__(self) -> None:
+        """SORT looks names up by itself; its lists come as they are."""
+        names, payload_keys = (self.prefix + TABLE_SUFFIXES[kind] for kind in ("fetch", "payload"))
+        self.follow = Refusable(packed(("SORT_RO", names, "BY", "nosort", "GET", "#", "GET", f"{payload_keys}*")))
+
+    def followed(self, answer: Any = ()) -> dict[str, bytes]:
+        """The pieces that came with a claim, by key. A server that refuses is not asked again: clusters, and users
+        that may not read every key.
+
+        The list of names may be another claim's by now: what is missing here is asked for again.
+        """
+        if answer is None or isinstance(answer, redis.RedisError):
+            self.follow = None
+            return {}
+        start = self.prefix + TABLE_SUFFIXES["payload"]
+        pairs = zip(answer[::2], answer[1::2], strict=True)
+        return {start + name.decode(): value for name, value in pairs if value is not None}
 
     def locate(self, ranges: Sequence[RowRange], units: Sequence[int]) -> dict[str, Whereabouts]:
         """Where the payload of the ranges' chunks is now; a freed chunk has no rows."""
@@ -42,9 +62,15 @@ class Reader:
         return found
 
     def fetch(
-        self, ranges: Sequence[RowRange], selection: Selection, where: dict[str, Whereabouts]
+        self,
+        ranges: Sequence[RowRange],
+        selection: Selection,
+        where: dict[str, Whereabouts],
+        known: dict[str, bytes] | None = None,
     ) -> pa.RecordBatch:
         """The wanted columns; a piece that was replaced since `where` was told is looked up again.
+
+        `known` are pieces that are here already.
 
         Raises:
             DecodeError: damaged payload. IntegrityError: payload that a chunk names is not there.
@@ -63,7 +89,9 @@ class Reader:
             if 0 <= absent_rows < without:  # the server came back older since: no nulls in place of what was there
                 break
             absent_rows = without
-            data = self._get(list(keys))
+            data: dict[str, bytes] = known or {}
+            if not data or not keys.keys() <= data.keys():
+                data = data | self._get([key for key in keys if key not in data])
             if None not in data.values():
                 if selection.lineage:
                     self.learn_writers(where)

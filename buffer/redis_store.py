@@ -19,7 +19,7 @@ import pyarrow as pa
 import redis
 
 from rlmq.buffer import payload, verifying
-from rlmq.buffer.connection import RETRY_S, Link, Payload, as_client
+from rlmq.buffer.connection import RETRY_S, Argument, Link, Payload, as_client
 from rlmq.buffer.keys import TABLE_SUFFIXES, checked_name, table_prefix
 from rlmq.buffer.layout import Layout, Selection
 from rlmq.buffer.memory import Memory
@@ -40,7 +40,6 @@ from rlmq.buffer.store import (
     Written,
 )
 from rlmq.buffer.waiting import Waiter
-from rlmq.buffer.wire import Small
 from rlmq.common.errors import (
     DeadlineExceeded,
     Fenced,
@@ -231,8 +230,8 @@ class RedisStore(ExperienceStore):
         self._check_chunk(one, rows, producer, sequence, group_size)
         chunk, count = f"{producer}.{sequence}", rows.num_rows
         sent = payload.cut(layout, one.prefix, rows, parts, {chunk: [(0, count, 0)]}, self._tag())
-        previous = one.put.get(producer, "")
-        head = (layout.schema_fingerprint, producer, sequence, previous, chunk, count, group_size, int(closes))
+        previous, order = one.put.get(producer, ""), str(sequence)
+        head = (layout.schema_fingerprint, producer, order, str(previous), chunk, count, group_size, int(closes))
         told = _told(facts, count, table)
         start = time.monotonic()
         end = start + self._put_timeout_s
@@ -290,7 +289,9 @@ class RedisStore(ExperienceStore):
     def _tag(self) -> str:
         return f"{self._name}.{next(self._serial)}"
 
-    def _send(self, verb: str, one: _Open, head: Sequence[Small], sent: payload.Outgoing, end: float) -> list[Any]:
+    def _send(
+        self, verb: str, one: _Open, head: Sequence[Argument], sent: payload.Outgoing, end: float
+    ) -> list[Any]:
         """A function with its payload; a server at its memory limit is full, not broken: try until `end`."""
         while True:
             try:
@@ -336,12 +337,13 @@ class RedisStore(ExperienceStore):
             min_rows = max_rows
         lease = one.new_lease(self._name, next(self._serial))
         tokens, newest = "" if max_tokens is None else max_tokens, "" if version is None else version
-        head = (index, lease, self._worker, max_rows, min_rows, tokens, newest)
+        head = (index, *_parts(lease), self._worker, max_rows, min_rows, tokens, newest)
 
+        then = one.reader.follow if selection.units else None
         if timeout_s > 0:
-            reply = self._row_waiter.until(one.target, "claim", head, selection.units, timeout_s)
+            reply = self._row_waiter.until(one.target, "claim", head, selection.units, timeout_s, then)
         else:
-            reply = self._link.call("claim", one.target, *head, "", 0, 0, *selection.units)
+            reply = self._link.call("claim", one.target, *head, "", 0, 0, *selection.units, then=then)
         if reply[0] == "ok":
             found = self._claimed(one, table, stage, lease, selection, reply)
             if found is not None or timeout_s <= 0:
@@ -368,11 +370,11 @@ class RedisStore(ExperienceStore):
         self, one: _Open, table: str, stage: str, lease: str, selection: Selection, reply: list[Any]
     ) -> Claim | None:
         """The rows that a reply leases; None when the server has forgotten the lease since."""
-        _, flat, located = reply
+        _, flat, located, *followed = reply
         ranges = tuple([RowRange(flat[k].decode(), *flat[k + 1 : k + 5]) for k in range(0, len(flat), 5)])
         where = dict([payload.parse_whereabouts(selection.units, chunk) for chunk in located])
         try:
-            rows = one.reader.fetch(ranges, selection, where)
+            rows = one.reader.fetch(ranges, selection, where, one.reader.followed(*followed))
         except IntegrityError as error:  # rows with damaged payload end as dead and do not stay leased
             no_rows = pa.RecordBatch.from_pylist([], schema=selection.schema)
             try:
@@ -418,7 +420,7 @@ class RedisStore(ExperienceStore):
 
     def extend(self, claim: Claim) -> None:
         """Renew the lease; see `ExperienceStore.extend`."""
-        self._checked(claim, self._link.call("extend", self._open(claim.table).target, claim.lease, 0))
+        self._checked(claim, self._link.call("extend", self._open(claim.table).target, *_parts(claim.lease), 0))
 
     def write(
         self,
@@ -437,7 +439,7 @@ class RedisStore(ExperienceStore):
             subject = f"columns written to table '{claim.table}'"
             raise SchemaMismatch(subject, got=f"{columns.num_rows} rows", expected=f"the claim's {count}")
         sent = payload.cut(one.layout, one.prefix, columns, parts, to, self._tag())
-        head = (claim.lease, next(self._serial), int(ack), *_told(facts, count, claim.table))
+        head = (*_parts(claim.lease), next(self._serial), int(ack), *_told(facts, count, claim.table))
 
         def send() -> None:
             end = time.monotonic() + self._put_timeout_s
@@ -455,7 +457,7 @@ class RedisStore(ExperienceStore):
         if wait or claim.lease in self._finished:
             self._end(claim, "ack")
         else:
-            one, args = self._open(claim.table), (claim.lease, next(self._serial))
+            one, args = self._open(claim.table), (*_parts(claim.lease), next(self._serial))
             self._post(claim, one, "ack", args, (), lambda: self._ended(claim, one, "ack", args))
 
     def _post(
@@ -463,7 +465,7 @@ class RedisStore(ExperienceStore):
         claim: Claim,
         one: _Open,
         verb: str,
-        args: Sequence[Small],
+        args: Sequence[Argument],
         sets: Sequence[tuple[str, Payload]],
         again: Callable[[], object],
     ) -> None:
@@ -497,7 +499,7 @@ class RedisStore(ExperienceStore):
         if state not in END_STATES or (state == "trained" and step < 0):
             expected = f"one of {END_STATES}, `trained` with its step"
             raise UsageError("finish", got=f"state {state!r}, step {step}", expected=expected)
-        ranges: list[Small] = []
+        ranges: list[Argument] = []
         if rows is not None:
             if not rows:
                 return
@@ -505,12 +507,12 @@ class RedisStore(ExperienceStore):
                 ranges += [one.chunk, one.first, one.count]
         self._end(claim, "finish", state, _label(state, reason), _kept(reason), step, *ranges)
 
-    def _end(self, claim: Claim, verb: str, *args: Small) -> None:
+    def _end(self, claim: Claim, verb: str, *args: Argument) -> None:
         if claim.lease in self._finished:
             return
-        self._ended(claim, self._open(claim.table), verb, (claim.lease, next(self._serial), *args))
+        self._ended(claim, self._open(claim.table), verb, (*_parts(claim.lease), next(self._serial), *args))
 
-    def _ended(self, claim: Claim, one: _Open, verb: str, args: Sequence[Small]) -> None:
+    def _ended(self, claim: Claim, one: _Open, verb: str, args: Sequence[Argument]) -> None:
         reply = self._checked(claim, self._link.call(verb, one.target, *args))
         if reply[1] == 1:
             one.over(claim.lease)
@@ -537,7 +539,7 @@ class RedisStore(ExperienceStore):
             IntegrityError: a row of the entry ended otherwise.
         """
         opened = self._open(table)
-        args: list[Small] = []
+        args: list[Argument] = []
         for one in ranges:
             producer, _, sequence = one.chunk.rpartition(".")
             args += [one.chunk, producer, sequence, one.first, one.count, one.use]
@@ -584,7 +586,7 @@ class RedisStore(ExperienceStore):
         if len(ranges) != len(priorities) or not all(0 < rate < float("inf") for rate in priorities):
             got = f"{len(ranges)} ranges, {len(priorities)} rates {list(priorities)[:4]}"
             raise UsageError(subject, got=got, expected="one positive finite rate for each range")
-        args: list[Small] = []
+        args: list[Argument] = []
         for where, rate in zip(ranges, priorities, strict=True):
             args += [where.chunk, where.first, where.count, repr(float(rate))]
         reply = self._link.call("prioritize", one.target, one.layout.stage_index(stage), *args)
@@ -756,10 +758,16 @@ def _put_into(table: Table) -> str:
     return f"put into table '{table.name}'"
 
 
-def _told(facts: Facts, rows: int, table: str) -> tuple[Small, Small, Small]:
-    """Version, tokens (four bytes little-endian each) and tag as the functions take them."""
+def _parts(lease: str) -> tuple[str, int]:
+    """Slot and serial, as the functions take them."""
+    slot, _, serial = lease.rpartition(".")
+    return slot, int(serial)
+
+
+def _told(facts: Facts, rows: int, table: str) -> tuple[Argument, Argument, str]:
+    """Version, tokens (four bytes little-endian each) and, for the pieces' entries, version and tag."""
     if facts is _NO_FACTS:  # as nearly always
-        return "", "", ""
+        return "", "", "::;"
     tokens: bytes | str = ""
     if facts.tokens is not None:
         if len(facts.tokens) != rows or not all(0 <= count < 2**32 for count in facts.tokens):
@@ -771,7 +779,8 @@ def _told(facts: Facts, rows: int, table: str) -> tuple[Small, Small, Small]:
     if len(facts.tag) > _TAG_CHARS or ":" in facts.tag or ";" in facts.tag:
         expected = f"at most {_TAG_CHARS} characters without ':' and ';'"
         raise UsageError(f"tag of rows for table '{table}'", got=repr(facts.tag[:40]), expected=expected)
-    return "" if facts.version is None else facts.version, tokens, facts.tag
+    version = "" if facts.version is None else facts.version
+    return version, tokens, f":{version}:{facts.tag};"
 
 
 def _kept(reason: str) -> str:

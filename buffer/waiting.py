@@ -13,9 +13,9 @@ from typing import Any
 
 import redis
 
-from rlmq.buffer.connection import Link, checked, function_call
+from rlmq.buffer.connection import Argument, Link, Refusable, checked, function_call
 from rlmq.buffer.keys import wake_key
-from rlmq.buffer.wire import Small, Wire
+from rlmq.buffer.wire import Wire
 
 _GRACE_S, _MOST_GRACE_S = 1.0, 5.0  # so long after its time a blocked pop is given up
 _PAUSE_S = 0.05  # after a lost connection
@@ -62,47 +62,59 @@ class Waiter:
                     return not self._unregister(interests)
 
     def until(
-        self, target: str, verb: str, head: Sequence[Small], tail: Sequence[Small], timeout_s: float
+        self,
+        target: str,
+        verb: str,
+        head: Sequence[Argument],
+        tail: Sequence[Argument],
+        timeout_s: float,
+        then: Refusable | None = None,
     ) -> list[Any]:
         """Repeat a function that registers this waiter when it answers "none", until it answers something else.
 
         Args:
             head: the function's arguments before those of the wait: waiter, milliseconds left and waited.
             tail: its arguments after them.
+            then: a packed command to run after it.
 
         Returns:
-            The function's answer: "none" when the time is over (this waiter is not registered then).
+            The function's answer, and behind it that of `then`: "none", ready rows, waiting rows and when time may
+            help, when the time is over (this waiter is not registered then).
         """
         with self._lock:
             start = time.monotonic()
-            reply = self._link.call(verb, target, *head, self._name, int(timeout_s * 1000) + 1000, 0, *tail)
+            first = (*head, self._name, int(timeout_s * 1000) + 1000, 0, *tail)
+            reply = self._link.call(verb, target, *first, then=then)
             while reply[0] == "none":
                 waited_s = time.monotonic() - start
                 left_s = timeout_s - waited_s
                 if left_s <= 0:
                     self._unregister({target: ()})
                     return reply
-                due_ms = int(reply[-1])
+                due_ms = int(reply[3])
                 sleep_s = min(left_s, _LOOK_S if due_ms < 0 else min(due_ms / 1000 + 0.002, _LOOK_S))
                 waits = (self._name, int(left_s * 1000) + 1000, max(1, int(waited_s * 1000)))
-                reply = self._pop_and_call(target, sleep_s, verb, (*head, *waits, *tail))
+                reply = self._pop_and_call(target, sleep_s, verb, (*head, *waits, *tail), then)
             return reply
 
-    def _pop_and_call(self, target: str, sleep_s: float, verb: str, args: Sequence[Small]) -> list[Any]:
-        """Sleep for a token, then run the function, in one round trip."""
+    def _pop_and_call(
+        self, target: str, sleep_s: float, verb: str, args: Sequence[Argument], then: Refusable | None
+    ) -> list[Any]:
+        """Sleep for a token, then run the function and what comes after it, in one round trip."""
         wire = self._wire
         try:
             if not sleep_s + _GRACE_S <= wire.timeout_s <= sleep_s + _MOST_GRACE_S:  # setting it costs system calls
                 wire.timeout_s = sleep_s + _GRACE_S
             pop = ("BLPOP", _wake_key(target, self._name), f"{max(sleep_s, 0.001):.3f}")
-            wire.send((pop, function_call(verb, target, *args)))
-            token, reply = wire.receive(), wire.receive()
+            commands = (pop, function_call(verb, target, *args), *(() if then is None else (then,)))
+            wire.send(commands)
+            token, reply, *more = [wire.receive() for _ in commands]
         except (redis.ConnectionError, redis.TimeoutError, OSError):
             wire.disconnect()
-            return self._link.call(verb, target, *args)
+            return self._link.call(verb, target, *args, then=then)
         if isinstance(token, Exception) or isinstance(reply, Exception) or reply[0] == b"unknown":
-            return self._link.call(verb, target, *args)  # it knows what to do about it
-        return checked(target, reply)
+            return self._link.call(verb, target, *args, then=then)  # it knows what to do about it
+        return checked(target, reply, *more)
 
     def _register(self, interests: _Interests, left_s: float, waited_s: float) -> tuple[bool, float | None]:
         head = (self._name, int(left_s * 1000) + 1000, self._worker, int(waited_s * 1000))

@@ -234,12 +234,12 @@ def pack(commands: Sequence[Command]) -> tuple[list[ReadableBuffer], int]:
     texts: list[ReadableBuffer] = []
     total_bytes = 0
     for command in commands:
-        if type(command) is bytes:
+        if isinstance(command, bytes):
             texts.append(command)
         elif type(command[-1]) in _SMALL:
-            texts.append(packed(command))  # type: ignore[arg-type]  # none is scattered
+            texts.append(packed(command))  # none is scattered
         else:
-            total_bytes += _pack_scattered(command, texts, buffers)  # type: ignore[arg-type]  # the last one is
+            total_bytes += _pack_scattered(command, texts, buffers)  # the last one is
     text = b"".join(texts)
     buffers.append(text)
     return buffers, total_bytes + len(text)
@@ -249,8 +249,12 @@ def _pack_scattered(command: tuple[Any, ...], texts: list[ReadableBuffer], buffe
     """A command that ends with a scattered argument; returns how many bytes went to the buffers."""
     argument: Scattered = command[-1]
     parts, nbytes = argument.parts, argument.nbytes
-    small = packed(command[:-1])
-    texts.append(b"*%d%b$%d\r\n" % (len(command), small[small.index(b"\r") :], nbytes))
+    if len(command) == 3 and command[0] == "SET":  # as nearly always
+        key = command[1].encode()
+        texts.append(b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, nbytes))
+    else:
+        small = packed(command[:-1])
+        texts.append(b"*%d%b$%d\r\n" % (len(command), small[small.index(b"\r") :], nbytes))
     if nbytes < _LARGE_BYTES:
         whole = parts[0] if len(parts) == 1 else b"".join(parts)
         if (excess := memoryview(whole).nbytes - nbytes) != 0:

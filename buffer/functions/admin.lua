@@ -1,15 +1,13 @@
 -- What operators look at and do: priorities, dead letters, leases, and the figures that `verify` compares.
 
 -- prioritize(stage index, {chunk, first, count, rate}...): {"ok"} or {"units", chunk} when a range is not whole units.
-register('prioritize', function(keys, args)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
-  local i = tonumber(args[1])
+of_table('prioritize', function(t, args)
+  local i = args[1]
   for k = 2, #args, 4 do
     local chunk = chunk_of(t, args[k])
     if chunk then
       local size = unit_rows(chunk, t.stages[i])
-      local first, count = tonumber(args[k + 1]), tonumber(args[k + 2])
+      local first, count = args[k + 1], args[k + 2]
       if first % size > 0 or count % size > 0 or first + count > chunk.n then return {'units', args[k]} end
     end
   end
@@ -18,7 +16,7 @@ register('prioritize', function(keys, args)
     local chunk = chunk_of(t, args[k])
     if chunk then
       local size = unit_rows(chunk, t.stages[i])
-      local first, count = tonumber(args[k + 1]), tonumber(args[k + 2])
+      local first, count = args[k + 1], args[k + 2]
       local ready = ready_units(t, chunk, chunk.runs, i)
       for u = first / size, (first + count) / size - 1 do
         local member, rates = chunk.id .. '#' .. u, t.prefix .. KEY.priority .. i
@@ -36,9 +34,7 @@ register('prioritize', function(keys, args)
 end, 'allow-oom')
 
 -- dead_letters(): {"ok", {member, ms, how rows of its chunk ended}...}.
-register('dead_letters', function(keys)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
+of_table('dead_letters', function(t, args)
   local all, reply = redis.call('ZRANGE', t.prefix .. KEY.dead, 0, -1, 'WITHSCORES'), {}
   for k = 1, #all, 2 do
     local chunk = chunk_of(t, string.match(all[k], '^(.*):%d+:%d+:%d+$'))
@@ -59,21 +55,19 @@ local function leased(t, id, first, count)
 end
 
 -- bury(member, 1 to retry or 0 to drop, label): {"ok", rows}, {"leased", worker} or {"full", live rows}.
-register('bury', function(keys, args)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
+of_table('bury', function(t, args)
   local id, first, count = string.match(args[1], '^(.*):(%d+):(%d+):%d+$')
   local chunk = chunk_of(t, id)
   if redis.call('ZSCORE', t.prefix .. KEY.dead, args[1]) == false or not chunk then return {'ok', 0} end
   first, count = tonumber(first), tonumber(count)
-  if args[2] == '1' then
+  if args[2] == 1 then
     local worker = leased(t, id, first, count)
     if worker then return {'leased', worker} end
     if live_rows(t) + count > t.config.capacity_rows then return {'full', live_rows(t)} end
   end
   redis.call('ZREM', t.prefix .. KEY.dead, args[1])
   local rows
-  if args[2] == '1' then
+  if args[2] == 1 then
     rows = move(t, chunk, {first, count}, 'retry', to_retried)
     t.ended = {[args[3]] = -rows}
     add_end(chunk, first, count, '', -1, '')
@@ -87,9 +81,7 @@ register('bury', function(keys, args)
 end, 'allow-oom')
 
 -- leases(): {"ok", {lease, stage index, worker, rows, milliseconds left, ranges...}...}.
-register('leases', function(keys)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
+of_table('leases', function(t, args)
   local all, reply = redis.call('HGETALL', t.prefix .. KEY.leases), {}
   for k = 1, #all, 2 do
     local f = cmsgpack.unpack(all[k + 1])
@@ -106,9 +98,7 @@ register('leases', function(keys)
 end, 'no-writes')
 
 -- chunks(chunk...): what `verify` looks at: {"ok", commits, {id, bytes, ordinal, pieces of all units as names:bytes, runs..., indexes}...}.
-register('chunks', function(keys, args)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
+of_table('chunks', function(t, args)
   local reply = {}
   for _, id in ipairs(args) do
     local chunk = chunk_of(t, id)

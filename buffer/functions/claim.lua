@@ -2,7 +2,7 @@
 
 -- Of a claim that may take less: a function's time is everybody's stall.
 local MOST_RANGES, MOST_CHUNKS = 128, 64
-local AT_FIRST, AT_ONCE = 4, 32  -- entries of the ready index looked at together
+local AT_ONCE = 32  -- entries of the ready index looked at together, after the first ones
 
 -- The table after time has done its part: leases and groups that are over.
 local function open_now(keys)
@@ -92,11 +92,13 @@ local function take(t, chunk, i, first, count, size, want)
 end
 
 local function collect(t, i, want, version)
-  local stage, key, from, at_once, chunks = t.stages[i], t.stages[i].key.ready, 0, AT_FIRST, 0
+  local stage, key, from, chunks = t.stages[i], t.stages[i].key.ready, 0, 0
+  local at_once = math.min(AT_ONCE, math.ceil(want.room / t.config.usual_rows))  -- as many as chunks of late let expect
   local stale, last = version and stage.max_staleness, nil
   while true do
-    local found = stage.by_unit and redis.call('ZRANGE', key, from, from + at_once - 1, 'WITHSCORES')
-      or redis.call('ZRANGE', key, from, from + at_once - 1)
+    local first_text, last_text = tostring(from), tostring(from + at_once - 1)
+    local found = stage.by_unit and redis.call('ZRANGE', key, first_text, last_text, 'WITHSCORES')
+      or redis.call('ZRANGE', key, first_text, last_text)
     local step, units = stage.by_unit and 2 or 1, {}
     local ids = found
     if stage.by_unit then
@@ -135,16 +137,34 @@ local function whereabouts(chunk, units)
   return where
 end
 
+-- Name the payload of the claim for the command that comes after this one in its client's hands: SORT of this list gets it without
+-- a second round trip. Units in several pieces are left to the client. No state of the table: it goes to no file and no replica.
+local function name_payload(t, names)
+  redis.set_repl(redis.REPL_NONE)
+  redis.call('DEL', t.key.fetch)
+  if names[1] and #names <= SOME then redis.call('RPUSH', t.key.fetch, unpack(names)) end
+  redis.set_repl(redis.REPL_ALL)
+end
+
 local function claim_reply(t, ranges, units)
-  local chunks, last = {whereabouts(chunk_of(t, ranges[1]), units)}, ranges[1]
-  local seen = ranges[6] and {[last] = true}
-  for k = 6, #ranges, 5 do
+  local chunks, names, seen, n = {}, {}, {}, 0
+  for k = 1, #ranges, 5 do
     local id = ranges[k]
-    if id ~= last and not seen[id] then
-      last, seen[id] = id, true
-      chunks[#chunks + 1] = whereabouts(chunk_of(t, id), units)
+    if not seen[id] then
+      seen[id] = true
+      local chunk = chunk_of(t, id)
+      chunks[#chunks + 1] = whereabouts(chunk, units)
+      for u = 1, #units do
+        local pieces = chunk.pieces[units[u]]
+        local stop = string.find(pieces, ':', 1, true)
+        if stop and string.find(pieces, ';', stop, true) == #pieces then
+          n = n + 1
+          names[n] = id .. slash(units[u]) .. string.sub(pieces, 1, stop - 1)
+        end
+      end
     end
   end
+  name_payload(t, names)
   return {'ok', ranges, chunks}
 end
 
@@ -161,17 +181,16 @@ local function told_again(t, held, units)
   return claim_reply(t, ranges, units)
 end
 
--- claim(stage index, lease, worker, most rows, least rows, most tokens, version, waiter, milliseconds left, milliseconds waited,
+-- claim(stage index, slot, serial, worker, most rows, least rows, most tokens, version, waiter, milliseconds left, milliseconds waited,
 -- units...): {"ok", {chunk, first, count, delivery, use, ...}, {whereabouts...}}, {"none", ready rows, waiting rows, milliseconds until
 -- time may help (-1: never)} or {"large", rows of the first unit}. The client names the lease, so that a repeated call finds its
 -- first answer; a waiter that is named is registered when there is nothing.
 register('claim', function(keys, args)
   local t = open_now(keys)
   if not t then return {'unknown'} end
-  local i, units = tonumber(args[1]), {tonumber(args[11]), tonumber(args[12]), tonumber(args[13])}
-  for k = 14, #args do units[k - 10] = tonumber(args[k]) end
-  local stage, least, slot, serial = t.stages[i], tonumber(args[5]), slot_of(args[2])
-  local held, forgotten = lease_of(t, slot, serial)
+  local i, slot, serial, worker, most, least = unpack(args, 1, 6)
+  local version, waiter, waited_ms, units = args[8], args[9], args[11], {unpack(args, 12)}
+  local stage, held, forgotten = t.stages[i], lease_of(t, slot, serial)
   if held and not held.over then return told_again(t, held, units) end
   if forgotten then  -- its owner ended it, and the server came back older
     local reason = {'dead(lease forgotten)', 'lease forgotten\nby a server that came back older'}
@@ -180,29 +199,29 @@ register('claim', function(keys, args)
     commit(t)
     t = open_table(keys)
   end
-  local most = tonumber(args[4])
-  local want = {picks = {}, got = 0, room = most, most = most, tokens = number_or_nil(args[6])}
+  local want = {picks = {}, got = 0, room = most, most = most, tokens = args[7] ~= '' and args[7]}
   want.least = math.max(least, math.min(stage.min_batch, stage_state(t, i, READY)))
   want.most_picks = 5 * ((want.least > MOST_RANGES or stage.scope == 'batch') and math.max(MOST_RANGES, most) or MOST_RANGES)
   if claimable(t, i, least) then
     want.room = math.min(want.room, allowed_rows(t, i))
-    collect(t, i, want, number_or_nil(args[7]))
-    if args[7] ~= '' then  -- what was stale is not there any more
+    collect(t, i, want, version ~= '' and version)
+    if version ~= '' then  -- what was stale is not there any more
       for _, chunk in ipairs(t.order) do tally(t, chunk) end
       if not claimable(t, i, least) then want.got = 0 end
     end
   end
   if want.large then return {'large', want.large} end
   if want.got == 0 or (stage.scope ~= 'chunk' and want.got < least) then
-    if args[8] ~= '' then
+    if waiter ~= '' then
       t.quiet = i  -- it could not take what there is: what changes next may help
-      add_waiter(t, args[8], args[3], tonumber(args[9]), tonumber(args[10]), {i, least, 0})
+      add_waiter(t, waiter, worker, args[10], waited_ms, {i, least, 0})
     end
-    if args[8] ~= '' or t.order[1] then commit(t) end
+    if waiter ~= '' or t.order[1] then commit(t) end
+    name_payload(t, NONE)
     return {'none', stage_state(t, i, READY), waiting_rows(t, i), next_due(t, i)}
   end
   local due, ranges = t.now + stage.lease_ms, want.picks
-  local record, f = {tonumber(serial), due, i, args[3], ranges[1], ranges[2], ranges[3]}, 7
+  local record, f = {serial, due, i, worker, ranges[1], ranges[2], ranges[3]}, 7
   for k = 6, #ranges, 5 do
     local id, first, count = ranges[k], ranges[k + 1], ranges[k + 2]
     if record[f - 2] == id and record[f - 1] + record[f] == first then
@@ -220,19 +239,16 @@ register('claim', function(keys, args)
   redis.call('HSET', t.key.leases, slot, packed)
   keep(packed, record)
   if due < t.state[DUE] then t.state[DUE] = due end
-  if tonumber(args[10]) > 0 then drop_waiter(t, args[8]) end
+  if waited_ms > 0 then drop_waiter(t, waiter) end
   local reply = claim_reply(t, ranges, units)
   commit(t)
   return reply
 end, 'allow-oom')
 
 -- locate(count of units, units..., chunks...): {"ok", {whereabouts...}}; a freed chunk is {id, 0}.
-register('locate', function(keys, args)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
-  local units, chunks = {}, {}
-  local split = 1 + tonumber(args[1])
-  for k = 2, split do units[#units + 1] = tonumber(args[k]) end
+of_table('locate', function(t, args)
+  local split, chunks = 1 + args[1], {}
+  local units = {unpack(args, 2, split)}
   prefetch(t, args, split + 1, #args)
   for k = split + 1, #args do
     local chunk = chunk_of(t, args[k])
@@ -247,14 +263,14 @@ register('wait', function(keys, args)
   local t = open_now(keys)
   if not t then return {'unknown'} end
   local interests = {}
-  for k = 5, #args do interests[#interests + 1] = tonumber(args[k]) end
+  for k = 5, #args do interests[#interests + 1] = args[k] end
   redis.call('DEL', t.prefix .. KEY.wake .. args[1])
   if fulfilled(t, interests) then
     local was = drop_waiter(t, args[1])
     if was == 1 then commit(t) end
     return {'met', -1}
   end
-  add_waiter(t, args[1], args[3], tonumber(args[2]), tonumber(args[4]), interests)
+  add_waiter(t, args[1], args[3], args[2], args[4], interests)
   commit(t)
   local due = -1
   for k = 1, #interests, 3 do
@@ -270,7 +286,7 @@ register('unwait', function(keys, args)
   if not t then return {'ok', 0} end
   local was = drop_waiter(t, args[1])
   if was == 1 then commit(t) end
-  if args[2] == '1' then
+  if args[2] == 1 then
     redis.call('RPUSH', keys[1] .. KEY.wake .. args[1], '0')
     redis.call('PEXPIRE', keys[1] .. KEY.wake .. args[1], WAKE_TTL_MS)
   else
@@ -280,9 +296,7 @@ register('unwait', function(keys, args)
 end, 'allow-oom')
 
 -- waiting(): {"ok", {waiter, worker, milliseconds waited, milliseconds left, interests...}...}.
-register('waiting', function(keys)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
+of_table('waiting', function(t, args)
   local all, reply = redis.call('HGETALL', t.prefix .. KEY.waiters), {}
   for k = 1, #all, 2 do
     local record = cmsgpack.unpack(all[k + 1])

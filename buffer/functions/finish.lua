@@ -1,100 +1,92 @@
 -- Ending claims and rows.
 
--- Runs change(t, lease) under a valid lease: {"ok", ...} or {"fenced"}. `call` is a number of the caller's own: the
--- call that ended the lease is answered {"ok", 1} when it is repeated.
-local function under_lease(keys, args, change)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
-  local held = lease_of(t, slot_of(args[1]))
-  if held and held.over and held.call == args[2] then return {'ok', 1} end
-  if not held or held.over then
-    t.state[FENCED] = t.state[FENCED] + 1
+-- A function of a lease, whose arguments begin with slot, serial and call: change(t, lease, args) where it is valid, {"ok", ...} or
+-- {"fenced"}. `call` is a number of the caller's own: the call that ended the lease is answered {"ok", 1} when it is repeated.
+local function under_lease(name, change)
+  of_table(name, function(t, args)
+    local held = lease_of(t, args[1], args[2])
+    if held and held.over and held.call == args[3] then return {'ok', 1} end
+    if not held or held.over then
+      t.state[FENCED] = t.state[FENCED] + 1
+      commit(t)
+      return {'fenced'}
+    end
+    local reply = change(t, held, args) or {'ok', 1}
     commit(t)
-    return {'fenced'}
-  end
-  local reply = change(t, held) or {'ok', 1}
-  commit(t)
-  return reply
+    return reply
+  end, 'allow-oom')
 end
 
--- ack(lease, call)
-register('ack', function(keys, args)
-  return under_lease(keys, args, function(t, held)
-    end_lease(t, held, args[2])
-    each_chunk(t, held.fields, 5, function(chunk, ranges) ack_rows(t, chunk, held.stage, ranges) end)
-  end)
-end, 'allow-oom')
+-- ack(slot, serial, call)
+under_lease('ack', function(t, held, args)
+  end_lease(t, held, args[3])
+  each_chunk(t, held.fields, 5, function(chunk, ranges) ack_rows(t, chunk, held.stage, ranges) end)
+end)
 
--- give_back(lease, call, 1 to count the delivery, label when dead, reason)
-register('give_back', function(keys, args)
-  return under_lease(keys, args, function(t, held)
-    end_lease(t, held, args[2])
-    each_chunk(t, held.fields, 5, function(chunk, ranges)
-      give_back(t, chunk, held.stage, ranges, args[3] == '1', {args[4], args[5]})
-    end)
+-- give_back(slot, serial, call, 1 to count the delivery, label when dead, reason)
+under_lease('give_back', function(t, held, args)
+  end_lease(t, held, args[3])
+  each_chunk(t, held.fields, 5, function(chunk, ranges)
+    give_back(t, chunk, held.stage, ranges, args[4] == 1, {args[5], args[6]})
   end)
-end, 'allow-oom')
+end)
 
--- extend(lease, call): {"ok"} or {"fenced"}.
-register('extend', function(keys, args)
-  return under_lease(keys, args, function(t, held)
-    held.fields[2] = t.now + t.stages[held.stage].lease_ms
-    redis.call('HSET', t.prefix .. KEY.leases, held.slot, cmsgpack.pack(held.fields))
-    t.state[DUE] = math.min(t.state[DUE], held.fields[2])
-  end)
-end, 'allow-oom')
+-- extend(slot, serial, call): {"ok"} or {"fenced"}.
+under_lease('extend', function(t, held)
+  held.fields[2] = t.now + t.stages[held.stage].lease_ms
+  redis.call('HSET', t.prefix .. KEY.leases, held.slot, cmsgpack.pack(held.fields))
+  t.state[DUE] = math.min(t.state[DUE], held.fields[2])
+end)
 
--- finish(lease, call, state, label, reason, step, {chunk, first, count}...): {"ok", 1 when the claim is over}.
+-- finish(slot, serial, call, state, label, reason, step, {chunk, first, count}...): {"ok", 1 when the claim is over}.
 -- Rows that this lease does not hold any more are left alone. No ranges: all rows of the claim.
-register('finish', function(keys, args)
-  return under_lease(keys, args, function(t, held)
-    local i = held.stage
-    local final = {state = args[3], label = args[4], reason = args[5], step = tonumber(args[6])}
-    local some, from = held.fields, 5
-    if #args > 6 then
-      some, from = {}, 1
-      for k = 7, #args, 3 do
-        some[#some + 1], some[#some + 2], some[#some + 3] = args[k], tonumber(args[k + 1]), tonumber(args[k + 2])
-      end
+under_lease('finish', function(t, held, args)
+  local i = held.stage
+  local final = {state = args[4], label = args[5], reason = args[6], step = args[7]}
+  local some, from = held.fields, 5
+  if #args > 7 then
+    some, from = {}, 1
+    for k = 8, #args, 3 do
+      some[#some + 1], some[#some + 2], some[#some + 3] = args[k], args[k + 1], args[k + 2]
     end
-    each_chunk(t, some, from, function(chunk, ranges)
-      if t.stages[i].ended then
-        ack_rows(t, chunk, i, ranges)
-        return
-      end
-      local mine, uses = leased_rows(t, chunk, i, ranges), {}
-      if final.state ~= 'trained' then
-        end_rows(t, chunk, mine, final, i, 0)
-        return
-      end
-      each_run(chunk, mine, function(sig, _, first, rows)
-        local use = string.byte(sig, 2) - FIRST
-        uses[use] = uses[use] or {}
-        table.insert(uses[use], first)
-        table.insert(uses[use], rows)
-      end)
-      for use, list in pairs(uses) do use_rows(t, chunk, list, i, final.step, use) end
-    end)
-    local over = true
-    each_chunk(t, held.fields, 5, function(chunk, ranges)
-      if leased_rows(t, chunk, i, ranges)[1] then over = false end
-    end)
-    if over then
-      end_lease(t, held, args[2])
-    elseif t.config.max_uses > 1 then  -- rows that are ready again are not this lease's any more
-      local record = {held.serial, held.due, i, held.worker}
-      each_chunk(t, held.fields, 5, function(chunk, ranges)
-        local list = leased_rows(t, chunk, i, ranges)
-        for k = 1, #list, 2 do
-          local n = #record
-          record[n + 1], record[n + 2], record[n + 3] = chunk.id, list[k], list[k + 1]
-        end
-      end)
-      redis.call('HSET', t.prefix .. KEY.leases, held.slot, cmsgpack.pack(record))
+  end
+  each_chunk(t, some, from, function(chunk, ranges)
+    if t.stages[i].ended then
+      ack_rows(t, chunk, i, ranges)
+      return
     end
-    return {'ok', over and 1 or 0}
+    local mine, uses = leased_rows(t, chunk, i, ranges), {}
+    if final.state ~= 'trained' then
+      end_rows(t, chunk, mine, final, i, 0)
+      return
+    end
+    each_run(chunk, mine, function(sig, _, first, rows)
+      local use = string.byte(sig, 2) - FIRST
+      uses[use] = uses[use] or {}
+      table.insert(uses[use], first)
+      table.insert(uses[use], rows)
+    end)
+    for use, list in pairs(uses) do use_rows(t, chunk, list, i, final.step, use) end
   end)
-end, 'allow-oom')
+  local over = true
+  each_chunk(t, held.fields, 5, function(chunk, ranges)
+    if leased_rows(t, chunk, i, ranges)[1] then over = false end
+  end)
+  if over then
+    end_lease(t, held, args[3])
+  elseif t.config.max_uses > 1 then  -- rows that are ready again are not this lease's any more
+    local record = {held.serial, held.due, i, held.worker}
+    each_chunk(t, held.fields, 5, function(chunk, ranges)
+      local list = leased_rows(t, chunk, i, ranges)
+      for k = 1, #list, 2 do
+        local n = #record
+        record[n + 1], record[n + 2], record[n + 3] = chunk.id, list[k], list[k + 1]
+      end
+    end)
+    redis.call('HSET', t.prefix .. KEY.leases, held.slot, cmsgpack.pack(record))
+  end
+  return {'ok', over and 1 or 0}
+end)
 
 -- Take away the leases of stage i on rows that are used more than once and redone now: they would outlive this use.
 -- `redone` maps chunks to lists of {first, end}. Returns the leases' records.
@@ -120,15 +112,13 @@ end
 
 -- finish_logged(stage index, step, {chunk, producer, sequence, first, count, use}...): {"ok"}, or {"conflict", chunk} when the
 -- rows ended otherwise. Freed chunks are past; rows of chunks that are still to come are noted.
-register('finish_logged', function(keys, args)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
-  local stage, step = tonumber(args[1]), tonumber(args[2])
+of_table('finish_logged', function(t, args)
+  local stage, step = args[1], args[2]
   local conflict, redone = nil, {}
   for k = 3, #args, 6 do
-    local chunk, use = chunk_of(t, args[k]), tonumber(args[k + 5])
+    local chunk, use = chunk_of(t, args[k]), args[k + 5]
     if chunk then
-      each_run(chunk, {tonumber(args[k + 3]), tonumber(args[k + 4])}, function(sig, _, from, rows)
+      each_run(chunk, {args[k + 3], args[k + 4]}, function(sig, _, from, rows)
         if not string.find(sig, '^[otT]') then conflict = args[k] end
         if string.byte(sig, 2) - FIRST <= use then
           redone[args[k]] = redone[args[k]] or {}
@@ -141,12 +131,12 @@ register('finish_logged', function(keys, args)
   local taken = t.config.max_uses > 1 and take_leases(t, stage, redone) or {}  -- else the rows end, whoever holds them
   for k = 3, #args, 6 do
     local chunk = chunk_of(t, args[k])
-    local first, count, use = tonumber(args[k + 3]), tonumber(args[k + 4]), tonumber(args[k + 5])
+    local first, count, use = args[k + 3], args[k + 4], args[k + 5]
     if chunk then
       use_rows(t, chunk, {first, count}, stage, step, use)
     else
       local mark = redis.call('HGET', t.prefix .. KEY.marks, args[k + 1])
-      if not mark or tonumber(mark) < tonumber(args[k + 2]) then
+      if not mark or not reaches(mark, args[k + 2]) then
         local at, note = t.prefix .. KEY.logged, table.concat({stage, first, count, use, step}, ':') .. ';'
         local noted = redis.call('HGET', at, args[k]) or ''
         if noted == '' then t.state[LOGGED] = t.state[LOGGED] + 1 end
@@ -163,10 +153,8 @@ register('finish_logged', function(keys, args)
 end, 'allow-oom')
 
 -- advance(step): a checkpoint covers the step. {"ok", chunk ranges still to do}: the client repeats until 0.
-register('advance', function(keys, args)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
-  local step, at = tonumber(args[1]), t.prefix .. KEY.trained
+of_table('advance', function(t, args)
+  local step, at = args[1], t.prefix .. KEY.trained
   t.state[DURABLE] = math.max(t.state[DURABLE], step + 1)
   local members = redis.call('ZRANGEBYSCORE', at, '-inf', step, 'LIMIT', 0, MOST_RANGES)
   for _, member in ipairs(members) do
@@ -180,9 +168,7 @@ register('advance', function(keys, args)
 end, 'allow-oom')
 
 -- expire(): {"ok", leases that were over}.
-register('expire', function(keys)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
+of_table('expire', function(t, args)
   if t.now < t.state[DUE] then return {'ok', 0} end
   local leases = expire(t, 64)
   commit(t)
@@ -191,9 +177,7 @@ end, 'allow-oom')
 
 -- recover(worker, client that asks): gives back what earlier processes of this worker hold, counted.
 -- {"ok", leases}.
-register('recover', function(keys, args)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
+of_table('recover', function(t, args)
   local all, leases = redis.call('HGETALL', t.prefix .. KEY.leases), 0
   for k = 1, #all, 2 do
     local f = cmsgpack.unpack(all[k + 1])

@@ -1,8 +1,6 @@
 -- Opening tables, adding chunks, writing columns. The payload is in the server before the function runs (same
 -- transaction); a refused call unlinks it again.
 
-local function number_or_nil(text) return text ~= '' and tonumber(text) or nil end
-
 local function same_shape(a, b)
   return a.scope == b.scope and a.ended == b.ended and table.concat(a.needs, ',') == table.concat(b.needs, ',')
     and a.selector == b.selector
@@ -45,7 +43,7 @@ register('open', function(keys, args)
     else
       state[DUE] = math.huge
     end
-    state[VERSION] = tonumber(args[2])
+    state[VERSION] = args[2]
     redis.call('SET', prefix .. KEY.config, cmsgpack.pack(blobs))
     redis.call('SET', prefix .. KEY.state, struct.pack('<' .. string.rep('d', fields), unpack(state, 1, fields)))
     for _, i in ipairs(remade) do  -- `adopt` fills them anew
@@ -65,9 +63,7 @@ register('attach', function(keys)
 end, 'no-writes')
 
 -- adopt(chunk...): rows of these chunks meet the stages that were added, or took up min_batch, after them. {"ok"}.
-register('adopt', function(keys, args)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
+of_table('adopt', function(t, args)
   for _, id in ipairs(args) do
     local chunk = chunk_of(t, id)
     if chunk then
@@ -87,35 +83,26 @@ register('adopt', function(keys, args)
   return {'ok'}
 end, 'allow-oom')
 
--- Pieces in the arguments: {chunk, unit, tag, number, {first, count, bytes}...}..., those of one chunk and unit together and in
--- order of their rows. A piece is named by its tag, the k-th of several by tag.k.
+-- Pieces in the arguments: {chunk, unit, number, {name, first, count, bytes, entry}...}..., those of one chunk and unit together and in
+-- order of their rows. An entry is a piece as the chunk's record names it, name:first:count:bytes; there
+-- ":milliseconds after the put" and `told`, ":version:tag;", follow.
+local PIECE = 5
 
--- Call fn(chunk, unit, tag, index of the first piece's first row, number of pieces).
+-- Call fn(chunk, unit, index of the first piece, number of pieces).
 local function each_group(args, at, fn)
   while at <= #args do
-    local number = tonumber(args[at + 3])
-    fn(args[at], tonumber(args[at + 1]), args[at + 2], at + 4, number)
-    at = at + 4 + 3 * number
+    local number = args[at + 2]
+    fn(args[at], args[at + 1], at + 3, number)
+    at = at + 3 + PIECE * number
   end
 end
 
--- A piece as the chunk's record names it: name:first:count:bytes:milliseconds after the put:version:tag;
-local function rest_of_entry(after_ms, version, told)
-  return ':' .. (after_ms == 0 and '0' or after_ms) .. ':' .. version .. ':' .. told .. ';'
-end
-
-local function entry(name, first, count, bytes, rest) return name .. ':' .. first .. ':' .. count .. ':' .. bytes .. rest end
-
-local function piece_name(tag, number, k) return number == 1 and tag or tag .. '.' .. k - 1 end
-
-local function group_keys(prefix, keys, id, unit, tag, number)
-  for k = 1, number do keys[#keys + 1] = payload_key(prefix, id, unit, piece_name(tag, number, k)) end
-end
-
 -- Unlink the payload that came with a call which is refused.
-local function refuse(keys, args, at, reply)
+local function refuse(prefix, args, at, reply)
   local names = {}
-  each_group(args, at, function(id, unit, tag, _, number) group_keys(keys[1], names, id, unit, tag, number) end)
+  each_group(args, at, function(id, unit, from, number)
+    for k = from, from + PIECE * (number - 1), PIECE do names[#names + 1] = payload_key(prefix, id, unit, args[k]) end
+  end)
   unlink(names)
   return reply
 end
@@ -123,22 +110,20 @@ end
 -- Unlink pieces that no chunk refers to: those of a repeated call.
 local function drop_unreferenced(t, args, at)
   local names = {}
-  each_group(args, at, function(id, unit, tag, _, number)
+  each_group(args, at, function(id, unit, from, number)
     local chunk = chunk_of(t, id)
-    for k = 1, number do
-      local name = piece_name(tag, number, k)
-      local held = chunk and string.find(';' .. chunk.pieces[unit], ';' .. name .. ':', 1, true)
-      if not held then names[#names + 1] = payload_key(t.prefix, id, unit, name) end
+    for k = from, from + PIECE * (number - 1), PIECE do
+      local held = chunk and string.find(';' .. chunk.pieces[unit], ';' .. args[k] .. ':', 1, true)
+      if not held then names[#names + 1] = payload_key(t.prefix, id, unit, args[k]) end
     end
   end)
   unlink(names)
 end
 
--- Unlink pieces of a unit that those of this tag and these ranges replace wholly. Returns the entries of the others, and the bytes of
--- the replaced ones.
-local function keep_visible(t, chunk, unit, tag, number, ranges)
-  local own, left, replaced, bytes = {}, {}, {}, 0
-  for k = 1, number do own[piece_name(tag, number, k)] = true end
+-- Unlink pieces of a unit that new ones, at these ranges, replace wholly. Returns the entries of the others, and the bytes of the
+-- replaced ones.
+local function keep_visible(t, chunk, unit, own, ranges)
+  local left, replaced, bytes = {}, {}, 0
   for one in string.gmatch(chunk.pieces[unit], '[^;]+;') do
     local name, from, rows, size = string.match(one, '^([^:]*):(%d+):(%d+):(%d+)')
     local stop = from + rows
@@ -158,22 +143,19 @@ local function keep_visible(t, chunk, unit, tag, number, ranges)
 end
 
 -- Enter pieces of one unit in the chunk: what they replace wholly is unlinked, their rows have the unit's columns from now on.
-local function enter(t, chunk, unit, tag, args, at, number, version, told)
-  local first, count, bytes, rest = args[at], args[at + 1], args[at + 2], rest_of_entry(t.now - chunk.at, version, told)
-  local ranges, text = {tonumber(first), tonumber(count)}, entry(piece_name(tag, number, 1), first, count, bytes, rest)
-  if number > 1 then
-    local entries = {text}
-    for k = 2, number do
-      at = at + 3
-      first, count = args[at], args[at + 1]
-      entries[k] = entry(piece_name(tag, number, k), first, count, args[at + 2], rest)
-      ranges[2 * k - 1], ranges[2 * k] = tonumber(first), tonumber(count)
-      bytes = bytes + args[at + 2]
-    end
-    text = table.concat(entries)
+local function enter(t, chunk, unit, args, from, number, told)
+  local ranges, entries, own, bytes = {}, {}, {}, 0
+  local rest = ':' .. t.now - chunk.at .. told
+  for k = 1, number do
+    local at = from + PIECE * (k - 1)
+    own[args[at]] = true
+    ranges[2 * k - 1], ranges[2 * k] = args[at + 1], args[at + 2]
+    bytes = bytes + args[at + 3]
+    entries[k] = args[at + 4] .. rest
   end
+  local text = number == 1 and entries[1] or table.concat(entries)
   if chunk.pieces[unit] ~= '' then
-    local left, replaced_bytes = keep_visible(t, chunk, unit, tag, number, ranges)
+    local left, replaced_bytes = keep_visible(t, chunk, unit, own, ranges)
     text, bytes = left .. text, bytes - replaced_bytes
   end
   chunk.pieces[unit] = text
@@ -218,113 +200,108 @@ local function new_rows(config, units)
   return sig
 end
 
--- put(schema fingerprint, producer, sequence, the client's last one, chunk, rows, group size, 1 to close, version, tokens, tag, pieces...),
--- with one piece of all rows for each unit that is there: {"ok", live rows}, {"known", last sequence}, {"schema", theirs}, {"older", last sequence known}, or {"full", limit, value, most, stage, rows to do}.
-register('put', function(keys, args)
-  local t = open_table(keys)
-  if not t then return refuse(keys, args, 12, {'unknown'}) end
-  if t.config.schema ~= args[1] then return refuse(keys, args, 12, {'schema', t.config.schema}) end
-  local sequence, id, rows = tonumber(args[3]), args[5], tonumber(args[6])
+-- Sequences are decimal text: they are compared as often as they are stored.
+local function reaches(a, b) return #a > #b or (#a == #b and a >= b) end
+
+-- put(schema fingerprint, producer, sequence, the client's last one, chunk, rows, group size, 1 to close, version, tokens, told, pieces...),
+-- with one piece of all rows for each unit that is there: {"ok", live rows}, {"known", last sequence}, {"schema", theirs},
+-- {"older", last sequence known}, or {"full", limit, value, most, stage, rows it has to do}.
+of_table('put', function(t, args)
+  local state, config, prefix = t.state, t.config, t.prefix
+  if config.schema ~= args[1] then return refuse(prefix, args, 12, {'schema', config.schema}) end
+  local id, rows = args[5], args[6]
   local mark = redis.call('HGET', t.key.marks, args[2])
-  if mark and tonumber(mark) >= sequence then
+  if mark and reaches(mark, args[3]) then
     drop_unreferenced(t, args, 12)
     return {'known', mark}
   end
-  if args[4] ~= '' and args[4] ~= mark then return refuse(keys, args, 12, {'older', mark or 'none'}) end
-  local bytes = 0
-  for k = 18, #args, 7 do bytes = bytes + args[k] end
+  if args[4] ~= '' and args[4] ~= mark then return refuse(prefix, args, 12, {'older', mark or 'none'}) end
+  local bytes, pieces, units, rest = 0, {unpack(config.no_pieces)}, 'put', ':0' .. args[11]
+  for k = 13, #args, 3 + PIECE do
+    local unit = args[k]
+    bytes, pieces[unit], units = bytes + args[k + 5], args[k + 6] .. rest, units .. config.unit_names[unit]
+  end
   local limit = put_limit(t, rows, bytes)
   if limit then
     local stage, todo = slowest_stage(t)
     local value, most = string.format('%.17g', limit[2]), string.format('%.17g', limit[3])
-    return refuse(keys, args, 12, {'full', limit[1], value, most, stage, todo})
+    return refuse(prefix, args, 12, {'full', limit[1], value, most, stage, todo})
   end
   redis.call('HSET', t.key.marks, args[2], args[3])
-  local state, config = t.state, t.config
   state[ORDINAL] = state[ORDINAL] + 1
   state[ADMITTED] = state[ADMITTED] + rows
   state[BYTES] = state[BYTES] + bytes
-  local pieces, units, rest = {unpack(config.no_pieces)}, 'put', rest_of_entry(0, args[9], args[11])
-  for k = 13, #args, 7 do
-    local unit = tonumber(args[k])
-    pieces[unit], units = entry(args[k + 1], '0', args[6], args[k + 5], rest), units .. args[k] .. ','
-  end
   local chunk = {
-    runs = {rows, number_or_nil(args[9]) or -1, config.memo[units] or new_rows(config, units)}, n = rows, group = tonumber(args[7]),
+    runs = {rows, args[9] ~= '' and args[9] or -1, config.memo[units] or new_rows(config, units)}, n = rows, group = args[7],
     ordinal = state[ORDINAL], bytes = bytes, at = t.now, last = -1, why = '', tokens = args[10], pieces = pieces,
     id = id, before = NONE, counted = false, rest = false, dirty = true, ends = false,
   }
   t.chunks[id] = chunk
-  t.order[1] = chunk
+  t.order[1], config.usual_rows = chunk, rows
   if config.timed[1] then join(t, chunk) end
-  if args[8] == '1' then state[CLOSED] = state[ORDINAL] end
+  if args[8] == 1 then state[CLOSED] = state[ORDINAL] end
   end_logged(t, chunk)
   commit(t)
   return {'ok', live_rows(t)}
-end)
+end, nil, function(prefix, args) return refuse(prefix, args, 12, {'unknown'}) end)
 
 -- flush(): the rows put so far are complete.
-register('flush', function(keys)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
+of_table('flush', function(t, args)
   t.state[CLOSED] = t.state[ORDINAL]
   commit(t)
   return {'ok'}
 end, 'allow-oom')
 
 -- set_version(version): the trainer's; it only grows.
-register('set_version', function(keys, args)
-  local t = open_table(keys)
-  if not t then return {'unknown'} end
-  t.state[TRAINER] = math.max(t.state[TRAINER], tonumber(args[1]))
+of_table('set_version', function(t, args)
+  t.state[TRAINER] = math.max(t.state[TRAINER], args[1])
   t.roomier = true
   commit(t)
   return {'ok'}
 end, 'allow-oom')
 
--- write(lease, call, 1 to ack, version, tokens, tag, pieces...): {"ok"} or {"fenced"}. Tokens are those of the lease's rows in order.
-register('write', function(keys, args)
-  local t = open_table(keys)
-  if not t then return refuse(keys, args, 7, {'unknown'}) end
-  local held = lease_of(t, slot_of(args[1]))
-  if held and held.over and held.call == args[2] then
-    drop_unreferenced(t, args, 7)
+-- write(slot, serial, call, 1 to ack, version, tokens, told, pieces...): {"ok"} or {"fenced"}. Tokens are those of the lease's rows in
+-- order.
+of_table('write', function(t, args)
+  local held, ack, version, tokens = lease_of(t, args[1], args[2]), args[4] == 1, args[5], args[6]
+  if held and held.over and held.call == args[3] then
+    drop_unreferenced(t, args, 8)
     return {'ok'}
   end
   if not held or held.over then
     t.state[FENCED] = t.state[FENCED] + 1
     commit(t)
-    return refuse(keys, args, 7, {'fenced'})
+    return refuse(t.prefix, args, 8, {'fenced'})
   end
-  local orphans, version, f = {}, number_or_nil(args[4]), held.fields
+  local orphans, f = {}, held.fields
   if f[8] then
     local ids = {}
     for k = 5, #f, 3 do ids[#ids + 1] = f[k] end
     prefetch(t, ids, 1, #ids)
   end
-  each_group(args, 7, function(id, unit, tag, at, number)
+  each_group(args, 8, function(id, unit, from, number)
     local chunk = chunk_of(t, id)
     if chunk then
-      enter(t, chunk, unit, tag, args, at, number, args[4], args[6])
+      enter(t, chunk, unit, args, from, number, args[7])
     else
-      group_keys(t.prefix, orphans, id, unit, tag, number)
+      for k = from, from + PIECE * (number - 1), PIECE do orphans[#orphans + 1] = payload_key(t.prefix, id, unit, args[k]) end
     end
   end)
   if orphans[1] then unlink(orphans) end
-  if args[5] ~= '' then
+  if tokens ~= '' then
     local at = 0
     for k = 5, #f, 3 do
       local chunk, count = chunk_of(t, f[k]), f[k + 2]
-      if chunk then set_tokens(chunk, f[k + 1], string.sub(args[5], 4 * at + 1, 4 * (at + count))) end
+      if chunk then set_tokens(chunk, f[k + 1], string.sub(tokens, 4 * at + 1, 4 * (at + count))) end
       at = at + count
     end
   end
   each_chunk(t, f, 5, function(chunk, ranges)
-    if version then set_version(chunk, ranges, version) end
-    if args[3] == '1' then ack_rows(t, chunk, held.stage, ranges) end
+    if version ~= '' then set_version(chunk, ranges, version) end
+    if ack then ack_rows(t, chunk, held.stage, ranges) end
     join(t, chunk)
   end)
-  if args[3] == '1' then end_lease(t, held, args[2]) end
+  if ack then end_lease(t, held, args[3]) end
   commit(t)
   return {'ok'}
-end)
+end, nil, function(prefix, args) return refuse(prefix, args, 8, {'unknown'}) end)

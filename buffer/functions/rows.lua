@@ -238,17 +238,15 @@ local function give_back(t, chunk, i, ranges, counted, reason)
   if spent[1] then end_rows(t, chunk, spent, {state = 'dead', label = reason[1], reason = reason[2], step = -1}, i, 0) end
 end
 
--- Leases: `<client>.<slot>.<serial>`; the slot is the field, so that one write both ends a lease and remembers which
+-- Leases: `<client>.<slot>` and a serial; the slot is the field, so that one write both ends a lease and remembers which
 -- call of its owner did (the same call, repeated because its answer was lost, is told so).
-
-local function slot_of(lease) return string.match(lease, '^(.*)%.(%d+)$') end
 
 -- The lease; nil and the record of another live one when its slot holds that.
 local function lease_of(t, slot, serial)
-  local packed = slot and redis.call('HGET', t.key.leases, slot)
+  local packed = redis.call('HGET', t.key.leases, slot)
   if not packed then return nil end
   local f = take_kept(packed) or cmsgpack.unpack(packed)
-  if f[1] ~= tonumber(serial) then return nil, f[2] > 0 and f or nil end
+  if f[1] ~= serial then return nil, f[2] > 0 and f or nil end
   if f[2] == 0 then return {over = true, call = f[4]} end
   return {slot = slot, serial = f[1], due = f[2], stage = f[3], worker = f[4], fields = f}
 end

@@ -23,6 +23,7 @@
 --   P waiters     hash: waiter -> msgpack {until_ms, worker, since_ms, stage (0: room), rows, settled or bytes, ...}
 --   P waiting:<i> sorted set: milliseconds -> waiter for stage i (0: for room)
 --   P wake:<waiter>   list: one token wakes the waiter
+--   P fetch       list: payload of the last claim, by what follows "P payload:"; in no append-only file
 --
 -- A chunk holds n rows in groups of g. Its rows are *runs* of equal rows {count, policy version (-1: unknown), signature}, so that
 -- rows which move together cost what one row costs. A signature has one character for each of:
@@ -59,8 +60,8 @@ local function read_config(prefix, packed, version)
   local columns = cmsgpack.unpack(blobs[1])
   config.schema, config.units, config.identity = columns.schema, columns.units, columns.identity
   config.stages, config.pos, config.base, config.grouped, config.timed, config.every = {}, {}, {}, {}, {}, {}
-  config.unit_moves = {}
-  config.version, config.memo, config.learnt = version, {}, 0
+  config.unit_moves, config.unit_names = {}, {}
+  config.version, config.memo, config.learnt, config.usual_rows = version, {}, 0, 64
   config.target, config.key = prefix .. config.identity, {}
   for name, suffix in pairs(KEY) do config.key[name] = prefix .. suffix end
   local unit_of = {}
@@ -95,7 +96,7 @@ local function read_config(prefix, packed, version)
   config.no_pieces = {}
   for j in ipairs(config.units) do config.no_pieces[j] = '' end
   config.blank = 'o0' .. string.rep('0', #config.units) .. string.rep('w0', #config.stages)
-  for j in ipairs(config.units) do config.unit_moves[j] = 'unit' .. j end
+  for j in ipairs(config.units) do config.unit_moves[j], config.unit_names[j] = 'unit' .. j, j .. ',' end
   return config
 end
 
@@ -120,6 +121,8 @@ local function take_kept(packed)
   return value
 end
 
+local second, second_ms  -- the last one that was told, and its milliseconds: text costs more than numbers
+
 -- The table of this call, or nil when the server does not know it.
 local function open_table(keys)
   local prefix = keys[1]
@@ -138,10 +141,20 @@ local function open_table(keys)
   config.packed = nil  -- until `commit` has written what this call makes of it
   if keys[2] and keys[2] ~= config.target then return nil end
   local time = redis.call('TIME')
+  if time[1] ~= second then second, second_ms = time[1], time[1] * 1000 end
   return {
     prefix = prefix, config = config, key = config.key, stages = config.stages, state = state, chunks = {},
-    now = time[1] * 1000 + math.floor(time[2] / 1000), ended = false, order = {nil},  -- made with room for one
+    now = second_ms + math.floor(time[2] / 1000), ended = false, order = {nil},  -- made with room for one
   }
+end
+
+-- A function of a table: fn(table, arguments); `missed(prefix, arguments)` answers when the server does not know the table.
+local function of_table(name, fn, flag, missed)
+  register(name, function(keys, args)
+    local t = open_table(keys)
+    if t then return fn(t, args) end
+    return missed and missed(keys[1], args) or {'unknown'}
+  end, flag)
 end
 
 local function stage_state(t, i, field) return t.state[t.config.base[i] + field] end

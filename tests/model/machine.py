@@ -17,7 +17,8 @@ from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.store import Interest, RowRange
 from rlmq.common.errors import IntegrityError, UsageError
 
-LASTING = {"state", "config", "ended", "marks", "clients", "leases"}  # keys that do not grow with a table's rows
+# Keys that do not grow with a table's rows.
+LASTING = {"state", "config", "ended", "marks", "clients", "leases", "fetch"}
 
 
 class BufferMachine(Work):

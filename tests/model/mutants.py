@@ -97,7 +97,7 @@ MUTANTS = (
         "a worker whose lease is over acts under the lease that has its place now",
         ("lease_fences",),
         "rows.lua",
-        "if f[1] ~= tonumber(serial) then return nil, f[2] > 0 and f or nil end",
+        "if f[1] ~= serial then return nil, f[2] > 0 and f or nil end",
         "",
     ),
     Mutant(
@@ -175,8 +175,8 @@ MUTANTS = (
         "a repeated put is admitted again",
         ("put_once",),
         "put.lua",
-        "if mark and tonumber(mark) >= sequence then",
-        "if mark and tonumber(mark) > sequence then",
+        "if mark and reaches(mark, args[3]) then",
+        "if mark and mark ~= args[3] and reaches(mark, args[3]) then",
         {"capacity_rows": 40, "window": None, "samples_per_insert": None},
     ),
     Mutant(

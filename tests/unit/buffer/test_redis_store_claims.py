@@ -285,3 +285,14 @@ def test_thousands_of_one_row_chunks_can_be_claimed_as_one_batch(bench):
     assert bench.xs(batch) == [100 * k for k in range(2500)]
     store.finish(batch, "trained", step=1)
     assert store.counts("train").ended == {"trained": 2500}
+
+
+def test_a_claim_brings_its_payload_in_the_same_round_trip(bench):
+    store = bench.store()
+    bench.put(store, 2)
+    bench.put(store, 2)
+    bench.client.config_resetstat()
+    claim = store.claim("train", "a", max_rows=4, min_rows=4, timeout_s=20)
+    assert claim.rows["x"].null_count == 0 and claim.count == 4
+    stats = bench.client.info("commandstats")
+    assert stats["cmdstat_sort_ro"]["calls"] == 1 and "cmdstat_mget" not in stats
