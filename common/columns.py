@@ -7,8 +7,9 @@ in the type that a reward function happened to return are a known source of wron
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -116,3 +117,9 @@ def fingerprint(columns: Iterable[Column]) -> str:
     """16 hex digits that change with any name, type, writer or order of the columns."""
     text = "\n".join(f"{c.name}:{c.type}:{c.writer}" for c in columns)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def without(values: Sequence[Any], rows: Sequence[int]) -> list[Any]:
+    """The values of a column, none for these rows."""
+    gone = set(rows)
+    return [None if index in gone else value for index, value in enumerate(values)]

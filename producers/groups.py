@@ -83,8 +83,9 @@ class GroupStage:
             ended = [index for index, why in ends.items() if why == reason]
             self._store.finish(claim, "filtered", reason, rows=ended)
         if len(ends) < claim.count:
-            kept = pa.RecordBatch.from_pylist([{"kept": True}] * claim.count, schema=arrow_schema(KEPT_COLUMNS))
-            self._store.write(claim, kept, ack=True, facts=self._facts)
+            kept = [{"kept": None if index in ends else True} for index in range(claim.count)]
+            batch = pa.RecordBatch.from_pylist(kept, schema=arrow_schema(KEPT_COLUMNS))
+            self._store.write(claim, batch, ack=True, facts=self._facts)
 
     def _judge(self, members: Sequence[int], rows: Sequence[dict[str, Any]]) -> dict[int, str]:
         """Set the columns of a group's rows; which of them end, and why.

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
-from rlmq.common.columns import arrow_schema
+from rlmq.common.columns import arrow_schema, without
 from rlmq.common.errors import DeadlineExceeded, Fenced, Terminated
 from rlmq.common.flow_nodes import node_columns
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WRITTEN
@@ -119,7 +119,8 @@ class NodeRole:
         if ended:  # before the column, so that no stage ever sees such a row as kept
             self._store.finish(claim, "filtered", block.reason, rows=ended)
         if len(ended) < claim.count:
-            arrays = [pa.array(columns[field.name], field.type) for field in self._schema]
+            # Whether the recorder sees an ended row before or after this is a matter of time: it has none of it.
+            arrays = [pa.array(without(columns[field.name], ended), field.type) for field in self._schema]
             batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
             self._store.write(claim, batch, ack=True, facts=self._facts)
         ROWS_WRITTEN.labels(claim.table, name).inc(claim.count)

@@ -20,7 +20,7 @@ import pyarrow as pa
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.algorithms import algorithm_of
-from rlmq.common.columns import LEARNED, arrow_schema, reward_columns
+from rlmq.common.columns import LEARNED, arrow_schema, reward_columns, without
 from rlmq.common.errors import Fenced, Terminated
 from rlmq.common.flow import flow_of
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WITHOUT_VERDICT, ROWS_WRITTEN
@@ -200,12 +200,14 @@ class RewardRole(Role):
         if missing:
             self._failed_rows += len(missing)
             ROWS_WITHOUT_VERDICT.labels(claim.table).inc(len(missing))
-        arrays = [*(pa.array(values, pa.float64()) for values in (*sums, *parts)), pa.array(fields, pa.string())]
+        ended = missing if claim.table == TRAIN else []  # rows that the recorder may have seen before the write
+        arrays = [pa.array(without(values, ended), pa.float64()) for values in (*sums, *parts)]
+        arrays.append(pa.array(without(fields, ended), pa.string()))
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
-        if missing and claim.table == TRAIN:
+        if ended:
             # Before the others' columns, so that no stage ever sees such a row as scored.
-            self._store.finish(claim, "filtered", "no_verdict", rows=missing)
-        if claim.table != TRAIN or len(missing) < claim.count:
+            self._store.finish(claim, "filtered", "no_verdict", rows=ended)
+        if len(ended) < claim.count:
             self._store.write(claim, batch, ack=True, facts=facts)
         ROWS_WRITTEN.labels(claim.table, _STAGE).inc(claim.count)
         ROWS_ACKED.labels(claim.table, _STAGE).inc(claim.count)

@@ -121,6 +121,10 @@ def test_rows_that_are_not_kept_end_with_the_reason_and_reach_nothing_after_it(o
     assert counts.ended["filtered(long)"] == 1
     assert counts.ready["rollout"] == 3
     assert store.verify("train") == []
+    # and whether it is recorded before or after the others' column is written, it has none of it
+    ended = store.claim("train", "recorder", max_rows=4)
+    assert ended is not None
+    assert ended.rows.column("ok").to_pylist() == [None]
 
 
 @pytest.mark.parametrize(
