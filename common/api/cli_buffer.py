@@ -27,7 +27,6 @@ from rlmq.common.run_folder import RunFolder
 from rlmq.controller.addresses import claim_home, server_url
 from rlmq.controller.runs import find_run, read_summary
 
-_TABLES = (TRAIN, EVAL)
 _REACH_S = 2.0
 _PIPE_COLUMNS = 500  # lines for a pipe are not folded
 _ENDS_SHOWN, _NAMES_SHOWN = 10, 4
@@ -132,7 +131,7 @@ def buffer_of(found: RunFolder) -> Iterator[Buffer]:
     try:
         if recipe.redis.url is not None:
             claim_home(found, url)
-        yield Buffer(found, store, _attach(found, store))
+        yield Buffer(found, store, _attach(found, store, (TRAIN, EVAL, *recipe.tables)))
     except RedisError as error:
         remedy = "Give its user +scan and +strlen too" if isinstance(error, NoPermissionError) else ""
         raise DependencyError(
@@ -142,14 +141,14 @@ def buffer_of(found: RunFolder) -> Iterator[Buffer]:
         store.close()
 
 
-def _attach(run: RunFolder, store: RedisStore) -> Sequence[Table]:
+def _attach(run: RunFolder, store: RedisStore, names: Sequence[str]) -> Sequence[Table]:
     try:
-        return store.attach(_TABLES)
+        return store.attach(names)
     except IntegrityError as error:
         raise DependencyError(
             f"the buffer of run {run.run_id}",
             got="a server without its tables",
-            expected=f"the tables {' and '.join(_TABLES)}, which the run's first process makes",
+            expected=f"the tables {', '.join(names)}, which the run's first process makes",
             remedy="Wait a moment if the run is just starting",
         ) from error
 
