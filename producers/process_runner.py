@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,9 +81,40 @@ class ProcessRewardRunner(RewardRunner):
         """Score the rows; never raises for what the function does."""
         if not rows:
             return Verdicts([])
-        if not self._per_row:
-            verdicts, timed_out = self._call(rows)
-            return replace(verdicts, timed_out=timed_out)
+        return self._row_by_row(rows) if self._per_row else self._part_by_part(rows)
+
+    def _part_by_part(self, rows: Sequence[RewardRow]) -> Verdicts:
+        """One call; where it raises, dies or takes too long, its halves: such a row takes no other's verdict.
+
+        What it returned is never a reason: a lone value would fit a lone row. There are calls enough to find one
+        such row, within three times the limit of a call.
+        """
+        values: list[float | None] = [None] * len(rows)
+        fields: list[dict[str, Any]] = [{} for _ in rows]
+        failures: list[str] = []
+        notes: list[str] = []
+        timed_out, parts, left = False, [range(len(rows))], 2 * len(rows).bit_length()
+        deadline = time.monotonic() + GREATEST_TIMEOUTS * self._block.timeout_s
+        while parts and left > 0:
+            part = parts.pop()
+            verdict, late, ended = self._call([rows[row] for row in part])
+            left -= 1
+            timed_out |= late
+            notes += verdict.notes
+            if verdict.failure:
+                failures.append(verdict.failure)
+                if ended and len(part) > 1:
+                    middle = part.start + len(part) // 2
+                    parts += [range(middle, part.stop), range(part.start, middle)]
+            for row, value, own in zip(part, verdict.values, verdict.fields or [{}] * len(part), strict=True):
+                values[row], fields[row] = value, own
+            if time.monotonic() > deadline:
+                timed_out, left = timed_out or bool(parts), 0
+        told = tuple(dict.fromkeys((*failures, *notes)))
+        failure = failures[0] if failures and all(value is None for value in values) else ""
+        return Verdicts(values, failure, told, timed_out, tuple(fields) if any(fields) else ())
+
+    def _row_by_row(self, rows: Sequence[RewardRow]) -> Verdicts:
         values: list[float | None] = []
         notes: list[str] = []
         fields: list[dict[str, Any]] = []
@@ -94,7 +124,7 @@ class ProcessRewardRunner(RewardRunner):
                 notes.append(f"{self._block.source}: {timeouts} time-outs, so rows {index} and on were not scored")
                 values += [None] * (len(rows) - index)
                 break
-            verdict, timed_out = self._call([row])
+            verdict, timed_out, _ = self._call([row])
             timeouts += timed_out
             values += verdict.values
             fields += verdict.fields or [{}]
@@ -107,12 +137,12 @@ class ProcessRewardRunner(RewardRunner):
         """End its process."""
         self._end()
 
-    def _call(self, rows: Sequence[RewardRow]) -> tuple[Verdicts, bool]:
-        """One call of the function; whether it timed out."""
+    def _call(self, rows: Sequence[RewardRow]) -> tuple[Verdicts, bool, bool]:
+        """One call of the function; whether it timed out, and whether it did not return."""
         began = time.monotonic()
-        timed_out = False
+        timed_out, ended = False, True
         try:
-            verdicts = self._ask(rows)
+            verdicts, ended = self._ask(rows)
         except DeadlineExceeded:
             timed_out = True
             self._end()
@@ -126,13 +156,14 @@ class ProcessRewardRunner(RewardRunner):
         REWARD_CALL_SECONDS.labels(self._name).observe(time.monotonic() - began)
         if verdicts.failure:
             REWARD_CALL_FAILURES.labels(self._name).inc()
-        return verdicts, timed_out
+        return verdicts, timed_out, ended
 
     def _none(self, rows: Sequence[RewardRow], reason: str) -> Verdicts:
         reason = reason if reason.startswith(self._block.source) else f"{self._block.source}: {reason}"
         return Verdicts([None] * len(rows), reason)
 
-    def _ask(self, rows: Sequence[RewardRow]) -> Verdicts:
+    def _ask(self, rows: Sequence[RewardRow]) -> tuple[Verdicts, bool]:
+        """What the process says, and whether the function raised."""
         connection = self._connection or self._start()
         self._calls += 1
         request = ScoreRequest(
@@ -146,7 +177,8 @@ class ProcessRewardRunner(RewardRunner):
         reply = self._receive(connection, deadline, ScoreReply)
         if reply.call != self._calls or len(reply.values) != len(rows) or len(reply.fields) not in (0, len(rows)):
             raise DecodeError(self._subject, got="an answer to another call", expected=f"call {self._calls}")
-        return Verdicts(reply.values, reply.failure, tuple(reply.notes), fields=tuple(reply.fields))
+        verdicts = Verdicts(reply.values, reply.failure, tuple(reply.notes), fields=tuple(reply.fields))
+        return verdicts, reply.raised
 
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()

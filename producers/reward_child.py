@@ -161,13 +161,13 @@ class Scorer:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             message = str(user_error(error, self._file, subject=self._spec)).removesuffix(" Correct this line.")
             self._tell(message)
-            return self._failed(request, len(rows), message)
+            return self._failed(request, len(rows), message, raised=True)
         return ScoreReply(
             call=request.call, values=found.values, failure=found.failure, notes=found.notes, fields=found.fields
         )
 
-    def _failed(self, request: ScoreRequest, count: int, failure: str) -> ScoreReply:
-        return ScoreReply(call=request.call, values=[None] * count, failure=failure)
+    def _failed(self, request: ScoreRequest, count: int, failure: str, *, raised: bool = False) -> ScoreReply:
+        return ScoreReply(call=request.call, values=[None] * count, failure=failure, raised=raised)
 
     def _tell(self, message: str) -> None:
         if message not in self._told:

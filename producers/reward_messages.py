@@ -38,13 +38,15 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     """One value per row, None where there is none; `failure` explains a whole call, `notes` single rows.
 
-    `fields`: one mapping per row, of what was beside a score; [] where no row had anything."""
+    `raised`: it has no return value. `fields`: one mapping per row, of what was beside a score; [] where no row had
+    anything."""
 
     call: int
     values: list[float | None]
     failure: str = ""
     notes: list[str] = []
     fields: list[dict[str, Any]] = []
+    raised: bool = False
 
 
 def encode_rows(rows: list[tuple[Any, str, dict[str, Any]]]) -> str:

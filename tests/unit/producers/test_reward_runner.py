@@ -173,6 +173,27 @@ def test_verls_batch_function_gets_all_rows_at_once(start: Start) -> None:
     assert runner.score(given).values == [0.0, 2.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    "end", ["raise ValueError('odd')", "os._exit(3)", "time.sleep(60)"], ids=["raises", "dies", "hangs"]
+)
+def test_a_row_that_ends_a_call_takes_no_other_rows_verdict(start: Start, end: str) -> None:
+    runner = start(
+        "import os, time\n"
+        "def f(completions, n, **_):\n"
+        f"    if 5 in n: {end}\n"
+        "    return [{'score': k, 'k': k} for k in n]\n",
+        timeout_s=2.0 if "sleep" in end else 30.0,
+    )
+
+    verdicts = runner.score(rows(8))
+
+    lost = {5} if "sleep" not in end else {4, 5, 6, 7}  # the time is over with the third call that hangs
+    assert verdicts.values == [None if k in lost else float(k) for k in range(8)]
+    assert [own.get("k") for own in verdicts.fields] == [None if k in lost else k for k in range(8)]
+    assert verdicts.failure == "" and len(verdicts.notes) == 1
+    assert verdicts.timed_out == ("sleep" in end)
+
+
 def test_one_bad_row_of_a_verl_function_leaves_the_others_their_verdict(start: Start) -> None:
     runner = start(
         "import os, time\n"
@@ -492,8 +513,8 @@ def test_a_crashing_function_has_no_verdict_and_the_next_call_works(
     crashed = runner.score(rows(2))
     after = runner.score([RewardRow("p", "c", {"n": 5})])
 
-    assert crashed.values == [None, None]
-    assert f"rewards.py:f: its process ended with {words}" in crashed.failure
+    assert crashed.values == [None, 1.0]
+    assert f"rewards.py:f: its process ended with {words}" in crashed.notes[0]
     assert after.values == [5.0]
 
 
