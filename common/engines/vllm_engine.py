@@ -234,6 +234,8 @@ def _start(settings: EngineSettings, options: VllmOptions, logprobs_mode: str) -
     from vllm import LLM
 
     gpu = torch.cuda.is_available()
+    if not gpu:
+        _require_head_size(settings.model)
     more = {"gpu_memory_utilization": options.gpu_memory_share, "enable_sleep_mode": options.sleep} if gpu else {}
     return LLM(
         model=settings.model,
@@ -250,6 +252,23 @@ def _start(settings: EngineSettings, options: VllmOptions, logprobs_mode: str) -
         seed=0,
         **more,
     ).llm_engine
+
+
+def _require_head_size(model: str) -> None:
+    """Raises UsageError where vLLM's attention on the CPU would fail at the first token."""
+    from transformers import AutoConfig
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False).get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        raise UsageError(
+            f"model {model} with engine vllm",
+            got=f"heads of size {size}",
+            expected=f"one of {', '.join(map(str, sizes))} on the CPU",
+            remedy="Take rollout.engine: hf for this model",
+        )
 
 
 def _params(request: Request, eos_ids: Sequence[int]) -> Any:

@@ -7,18 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contract.bench import build_model
+from transformers import AutoTokenizer
+
+from rlmq.common.models import resolve_model
 
 OWN = Path(__file__).parents[1] / "contract" / "plain_engine.py"
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", ["hf", str(OWN) + ":PlainEngine", "vllm"], ids=["hf", "own-file", "vllm"])
-def test_a_run_with_an_engine_whose_logprobs_are_the_trainers(cli: Any, engine: str) -> None:
+def test_a_run_with_an_engine_whose_logprobs_are_the_trainers(cli: Any, engine: str, tmp_path: Path) -> None:
     if engine == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    # given chunks of two groups, so that slots are refilled, and an alert that everything but equality sets off
+    # given heads of a size that vLLM has, chunks of two groups, so that slots are refilled, and an alert that
+    # everything but equality sets off
+    model = tmp_path / "model"
+    build_model(seed=0, tied=True).save_pretrained(model)
+    AutoTokenizer.from_pretrained(resolve_model("tiny_model.py:folder", cli.tiny.parent)).save_pretrained(model)
     done = cli.run(
-        *("up", cli.tiny, "train.steps=2", "deterministic=false", f"rollout.engine={engine}"),
+        *("up", cli.tiny, f"model={model}", "train.steps=2", "deterministic=false", f"rollout.engine={engine}"),
         *("rollout.batch_size_per_device=16", "rollout.max_response_tokens=12", "rollout.mismatch_alert=1e-12"),
         timeout_s=280,
     )

@@ -191,6 +191,25 @@ def test_evaluation_comes_first(bench: Bench) -> None:
     assert (len(bench.responses()), len(bench.responses("eval"))) == (0, 1)
 
 
+def test_in_normal_mode_free_slots_take_the_next_chunk(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given two chunks that fit into the slots together
+    monkeypatch.setattr("rlmq.producers.rollout._LOOK_EVERY_S", 0.0)
+    bench.receive(0)
+    bench.want(0)
+    bench.put("a", "b")
+    bench.put("c", "d", "e")
+    # when one piece of work is done, then it was both, each written on its own
+    assert bench.role.work()
+    assert bench.store.counts("train").acked["rollout"] == 5
+    assert bench.log.getvalue().count("rollout.generated") == 2
+    # and a version that is wanted meanwhile ends the taking
+    bench.put("f")
+    bench.put("g")
+    bench.on_progress = lambda: bench.want(1)
+    assert bench.role.work()
+    assert bench.store.counts("train").acked["rollout"] == 6
+
+
 def test_a_worker_that_is_told_to_stop_gives_its_chunk_back_uncounted(bench: Bench) -> None:
     bench.receive(0)
     bench.want(0)

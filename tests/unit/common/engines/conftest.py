@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -17,6 +19,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from rlmq.common.engines.generation import Generated, Request, Sampling
@@ -49,7 +53,8 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def build_model() -> ModelBuilder:
-    """`build_model(kind, seed=0, tied=False)`: kinds `llama`, `qwen2`, `mistral` (a window of 8), `gpt2`."""
+    """`build_model(kind, seed=0, tied=False)`: kinds `llama`, `qwen2`, `qwen3`, `gemma`, `mistral` (a window
+    of 8), `gpt2`."""
 
     def build(kind: str = "llama", *, seed: int = 0, tied: bool = False) -> PreTrainedModel:
         torch.manual_seed(seed)
@@ -68,6 +73,10 @@ def build_model() -> ModelBuilder:
             model = GPT2LMHeadModel(config)
         elif kind == "qwen2":
             model = Qwen2ForCausalLM(Qwen2Config(**_SIZES, tie_word_embeddings=tied))
+        elif kind == "qwen3":
+            model = Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=tied))
+        elif kind == "gemma":
+            model = GemmaForCausalLM(GemmaConfig(**{**_SIZES, "initializer_range": 0.1}, head_dim=16))
         elif kind == "mistral":
             model = MistralForCausalLM(MistralConfig(**_SIZES, tie_word_embeddings=tied, sliding_window=8))
         else:
@@ -81,9 +90,11 @@ def build_model() -> ModelBuilder:
 def build_engine(build_model: ModelBuilder) -> EngineBuilder:
     """`build_engine(model=None, …)`: an engine that serves the model's weights as version 0."""
 
-    def build(model: PreTrainedModel | None = None, *, pad_id: int = PAD, max_batch: int = 64) -> HfEngine:
+    def build(
+        model: PreTrainedModel | None = None, *, pad_id: int = PAD, max_batch: int = 64, continuous: bool = False
+    ) -> HfEngine:
         model = model or build_model()
-        engine = HfEngine(model, pad_id=pad_id, eos_ids=(EOS,), max_batch=max_batch)
+        engine = HfEngine(model, pad_id=pad_id, eos_ids=(EOS,), max_batch=max_batch, continuous=continuous)
         engine.begin_load(engine.layout(), 0)
         for name, tensor in model.state_dict().items():
             engine.load(name, tensor.clone())

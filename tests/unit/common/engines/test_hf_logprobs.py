@@ -12,31 +12,34 @@ from rlmq.common.engines.generation import Request, Sampling
 TOLERANCE = 1e-4  # float32, another order of sums
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "mistral"])
-@pytest.mark.parametrize("pad_id", [65, 66], ids=["own-pad", "pad-is-eos"])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
-def test_logprobs_equal_a_full_forward(
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2", "gemma", "mistral"])
+@pytest.mark.parametrize("continuous", [False, True], ids=["fixed", "continuous"])
+def test_logprobs_equal_transformers(
     kind: str,
-    pad_id: int,
-    temperature: float,
+    continuous: bool,
     build_model: Callable[..., Any],
     build_engine: Callable[..., Any],
     run_engine: Callable[..., Any],
     forced_logprobs: Callable[..., Any],
     mixed_prompts: list[list[int]],
-    requests_for: Callable[..., Any],
 ) -> None:
-    # given prompts of unequal length, shared and padded, four samples each
+    # given prompts of unequal length, shared and padded with end of text, at three temperatures, in eight slots
     model = build_model(kind)
-    requests = requests_for(mixed_prompts, Sampling(temperature=temperature, max_tokens=14), samples=4)
-    # when they are generated in one batch
-    responses = run_engine(build_engine(build_model(kind), pad_id=pad_id), requests)
+    requests = [
+        Request(f"s{place}-{temperature}", prompt, Sampling(temperature=temperature, max_tokens=14), 1)
+        for place, prompt in enumerate(mixed_prompts)
+        for temperature in (1.0, 0.6, 0.0)
+    ]
+    engine = build_engine(build_model(kind), pad_id=66, max_batch=8, continuous=continuous)
+    # when they are generated
+    responses = run_engine(engine, requests)
     # then each token's log-prob is what the model says of the sequence alone
-    assert len(responses) == 4 * len(mixed_prompts)
+    assert len(responses) == len(requests)
     for request in requests:
         response = responses[request.id]
+        temperature = request.sampling.temperature
         expected = forced_logprobs(model, request.prompt_ids, response.token_ids, temperature)
-        assert response.logprobs == pytest.approx(expected, abs=TOLERANCE), request.id
+        assert response.logprobs == pytest.approx(expected, abs=1e-5, rel=1e-5), request.id
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.5}])
