@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
-from rlmq.common.columns import Column, arrow_schema
+from rlmq.common.columns import Column, arrow_schema, is_greedy
 from rlmq.common.engines.micro_batches import build_micro_batch, plan_micro_batches
 from rlmq.common.errors import Fenced, RestartRequired, Terminated
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WRITTEN
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rlmq.common.engines.training import MicroBatch
 
-_COLUMNS = ("prompt_ids", "response_ids", "step")
+_COLUMNS = ("sample_id", "prompt_ids", "response_ids", "step")
 
 Forward = Callable[["MicroBatch"], Mapping[str, "torch.Tensor"]]
 """By column: a number per response token [rows, R], or one a row [rows]."""
@@ -107,14 +107,16 @@ class ResponseScoring:
         return True
 
     def _values(self, claim: Claim) -> dict[str, list[Any]]:
-        """Per column and row, a number for each response token, or one."""
+        """Per column and row, a number for each response token, or one; null for greedy rows, which train nothing."""
+        asked = [row for row, own in enumerate(claim.rows.column("sample_id").to_pylist()) if not is_greedy(own)]
         prompts = claim.rows.column("prompt_ids").to_pylist()
         responses = claim.rows.column("response_ids").to_pylist()
         lengths = [(len(p), len(r)) for p, r in zip(prompts, responses, strict=True)]
         found: dict[str, list[Any]] = {name: [None] * len(prompts) for name in self._schema.names}
-        (micro_batches,) = plan_micro_batches(lengths, self._budget_tokens, 1)
-        for rows in micro_batches:
+        (micro_batches,) = plan_micro_batches([lengths[row] for row in asked], self._budget_tokens, 1)
+        for places in micro_batches:
             raise_if_stopping(self._context)
+            rows = [asked[place] for place in places]
             batch = build_micro_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id=self._pad_id)
             for name, values in self._forward(batch).items():
                 for place, row in enumerate(rows):

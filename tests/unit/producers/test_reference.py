@@ -98,10 +98,10 @@ def open_role(model_folder: Path, redis_url: str) -> Iterator[Open]:
         store.close()
 
 
-def put_generated(store: RedisStore) -> None:
+def put_generated(store: RedisStore, member: str = "00") -> None:
     prompts = [
         {
-            "sample_id": f"train-000001-{i:04d}-00",
+            "sample_id": f"train-000001-{i:04d}-{'00' if i else member}",
             "group_id": f"train-000001-{i:04d}",
             "step": 1,
             "source": "train",
@@ -171,3 +171,16 @@ def test_small_micro_batches_give_the_same_rows(open_role: Open, model_folder: P
 
     for row, wanted in zip(written(store), expected(model_folder), strict=True):
         assert row == pytest.approx(wanted, abs=2e-5)
+
+
+def test_greedy_rows_have_no_logprobs(open_role: Open, model_folder: Path) -> None:
+    role, store = open_role()
+    put_generated(store, member="greedy")
+
+    assert role.work()
+
+    greedy, *others = written(store)
+    assert greedy is None
+    for row, wanted in zip(others, expected(model_folder)[1:], strict=True):
+        assert row == pytest.approx(wanted, abs=2e-5)
+    assert store.counts("train").acked["reference"] == 3
