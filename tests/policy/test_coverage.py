@@ -1,4 +1,4 @@
-"""docs/coverage.md names tests that exist; `require_all` checks that they ran."""
+"""docs/coverage.md and tests/README.md name tests that exist; `require_all` checks that they ran."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def shown_by() -> list[str]:
-    return re.findall(r"^\|.*\| `([^`]+)` \|$", (ROOT / "docs" / "coverage.md").read_text(), flags=re.MULTILINE)
+    text = "".join((ROOT / page).read_text() for page in ("docs/coverage.md", "tests/README.md"))
+    return re.findall(r"^\|.*\| `([^`]+)` \|$", text, flags=re.MULTILINE)
 
 
 def test_every_line_names_a_test_or_benchmark_that_exists() -> None:
