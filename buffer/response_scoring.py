@@ -107,7 +107,7 @@ class ResponseScoring:
         return True
 
     def _values(self, claim: Claim) -> dict[str, list[Any]]:
-        """Per column and row, a number for each response token, or one; null for greedy rows, which train nothing."""
+        """Per column and row, a number for each response token, or one; null for a greedy row."""
         asked = [row for row, own in enumerate(claim.rows.column("sample_id").to_pylist()) if not is_greedy(own)]
         prompts = claim.rows.column("prompt_ids").to_pylist()
         responses = claim.rows.column("response_ids").to_pylist()
