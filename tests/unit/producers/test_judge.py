@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rlmq.producers.reward_values import NoVerdict
 
 # Answers with the number of characters of the question's last line; the plan file says which statuses come first.
 SERVER = """
-import http.server, json, pathlib, sys, threading
+import http.server, json, pathlib, sys, threading, time
 lock = threading.Lock()
 folder = pathlib.Path(sys.argv[1])
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -29,7 +30,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with lock:
             with (folder / "asked.jsonl").open("a") as file:
-                file.write(json.dumps({"path": self.path, "key": self.headers["authorization"], **asked}) + "\\n")
+                told = {"path": self.path, "key": self.headers["authorization"], "at": time.monotonic(), **asked}
+                file.write(json.dumps(told) + "\\n")
             plan = json.loads((folder / "plan.json").read_text())
             status = plan.pop(0) if plan else 200
             (folder / "plan.json").write_text(json.dumps(plan))
@@ -37,6 +39,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         text = "I am not sure." if status == 201 else f"Score: 3 at first.\\nScore: {length}"
         body = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
         self.send_response(status)
+        if status == 429: self.send_header("retry-after", "1")
+        if status == 599:
+            self.close_connection = True
+            return self.connection.shutdown(2)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -96,6 +102,33 @@ def test_a_busy_endpoint_is_asked_again(endpoint: Endpoint) -> None:
 
     assert judge(endpoint)(["p"], ["1234"]) == [0.4]
     assert len(endpoint.asked) == 3
+
+
+def test_it_asks_no_faster_than_it_may_and_waits_as_it_is_told(endpoint: Endpoint) -> None:
+    began = time.monotonic()
+    assert judge(endpoint, requests_per_s=10.0)(["p"] * 4, ["1234"] * 4) == [0.4] * 4
+    assert time.monotonic() - began >= 0.3
+    endpoint.plan(429)
+
+    assert judge(endpoint)(["p"], ["12345"]) == [0.5]
+    refused, answered = (one["at"] for one in endpoint.asked[-2:])
+    assert answered - refused >= 0.95
+
+
+def test_a_connection_that_breaks_is_tried_again(endpoint: Endpoint) -> None:
+    endpoint.plan(599)
+
+    assert judge(endpoint)(["p"], ["1234"]) == [0.4]
+    assert len(endpoint.asked) == 2
+
+
+def test_a_judge_that_stays_busy_has_no_verdict_within_its_time(endpoint: Endpoint) -> None:
+    endpoint.plan(*[503] * 50)
+
+    values = judge(endpoint, retries=40, timeout_s=2.0)(["p", "q"], ["1234", "1"])
+
+    assert all(isinstance(value, NoVerdict) and "HTTP 503" in value.reason for value in values)
+    assert 4 <= len(endpoint.asked) < 40  # pauses double, and the time ends them
 
 
 def test_a_refused_request_is_not_sent_again(endpoint: Endpoint) -> None:
