@@ -33,6 +33,7 @@ class ArrivingWeights:
         self._room = room or (lambda spec: torch.empty(spec.shape, dtype=DTYPES[spec.dtype]))
         self._held: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()
+        self._owners_arrived: set[str] = set()
 
     @property
     def loading(self) -> bool:
@@ -57,7 +58,7 @@ class ArrivingWeights:
     def room(self, name: str) -> torch.Tensor | None:
         """Where a tensor will be kept, to be written before `load` takes it; None where an alias has it already."""
         owner = self._owner[name]
-        if any(self._owner[other] == owner for other in self._arrived):
+        if owner in self._owners_arrived:
             return None
         if owner not in self._held:
             self._held[owner] = self._room(self._specs[owner])
@@ -72,9 +73,9 @@ class ArrivingWeights:
         if found != spec:
             raise IntegrityError(f"weight {name}", got=_describe(found), expected=_describe(spec))
         owner = self._owner[name]
-        twins = [other for other, its_owner in self._owner.items() if its_owner == owner and other != name]
-        if self._arrived.intersection(twins):
-            if not torch.equal(self._held[owner], tensor.to(self._held[owner].device)):
+        if owner in self._owners_arrived and name not in self._arrived:
+            held = self._held[owner]
+            if tensor.data_ptr() != held.data_ptr() and not torch.equal(held, tensor.to(held.device)):
                 raise IntegrityError(
                     f"weight {name}", got=f"values that differ from {owner}", expected="equal ones: they are tied"
                 )
@@ -83,6 +84,7 @@ class ArrivingWeights:
                 self._held[owner] = self._room(self._specs[owner])
             self._held[owner].copy_(tensor)
         self._arrived.add(name)
+        self._owners_arrived.add(owner)
 
     def check_complete(self) -> int:
         """The version to commit; raises IntegrityError when tensors are missing or no load has begun."""
@@ -103,7 +105,7 @@ class ArrivingWeights:
     def abandon(self) -> None:
         """Forget what has arrived."""
         self.version = None
-        self._arrived = set()
+        self._arrived, self._owners_arrived = set(), set()
 
     def release(self) -> None:
         """Free the memory, unless a load is on its way."""

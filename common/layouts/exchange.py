@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from rlmq.common.dtypes import DTYPES
 from rlmq.common.errors import DeadlineExceeded, IntegrityError, RlmqError
 from rlmq.common.layouts.groups import reason
-from rlmq.common.layouts.plan import Plan
+from rlmq.common.layouts.plan import Move, Plan
 from rlmq.common.layouts.rounds import Parcel, Round, buffer_bytes, rounds_of
-from rlmq.common.layouts.sealing import Words, is_whole, seal
+from rlmq.common.layouts.sealing import Words, checksum, is_whole, seal
 from rlmq.common.layouts.views import Views, copy_values
 from rlmq.common.weights import TransferStats
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
 
 BUCKET_BYTES = 64 << 20
+_TAGS = 1 << 12  # messages of one round to one peer have tags of their own
 _TELL_S = 2.0  # after a failure: until the others have said for whom they waited
 
 
@@ -114,7 +116,7 @@ class Exchange:
         except RuntimeError as error:
             if isinstance(error, RlmqError):
                 raise
-            raise self._lost(error, subject, waited) from error
+            raise self._lost(error, subject, waited, lane.awaited) from error
         return TransferStats(lane.sent_bytes, time.monotonic() - started)
 
     def _pipelined(self, lane: _Lane, rounds: Sequence[Round], waited: list[_Pending]) -> Iterator[_Posted]:
@@ -144,9 +146,11 @@ class Exchange:
             got = ", ".join(f"damaged bytes in round {number} at {name}" for name, number in bad.items())
             raise IntegrityError(subject, got=got, expected="the senders' checksums")
 
-    def _lost(self, error: RuntimeError, subject: str, waited: Sequence[_Pending]) -> DeadlineExceeded:
+    def _lost(
+        self, error: RuntimeError, subject: str, waited: Sequence[_Pending], awaited: _Pending | None
+    ) -> DeadlineExceeded:
         """Who is at fault: of those waited for, the ones that do not tell that they wait for others."""
-        open_ = [one for one in waited if not _done(one.work)] or list(waited)
+        open_ = [one for one in waited if one is awaited or not _done(one.work)] or list(waited)
         culprits = {one.peer for one in open_}
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # it may have been at the member that died
@@ -194,7 +198,7 @@ def _left(deadline: float) -> timedelta:
 
 def _done(work: Work) -> bool:
     try:
-        return bool(work.is_completed()) and bool(work.is_success())
+        return bool(work.is_completed())
     except RuntimeError:
         return False
 
@@ -211,63 +215,113 @@ class _Lane:
         self._in = [torch.empty(size, dtype=torch.int64, device=exchange._device) for _ in range(2)]
         self.sent_bytes = 0
         self.damaged = -1
+        self.awaited: _Pending | None = None
 
     def post(self, step: Round, index: int) -> list[_Pending]:
         """Start a round: receives first, so that whoever is ahead finds them."""
-        group, at = self._exchange._group, self._exchange._at
-        works = []
+        group, device, at = self._exchange._group, self._exchange._device, self._exchange._at
+        works: list[_Pending] = []
         if self._exchange._grouped:
-            group._start_coalescing(self._exchange._device)
-        for parcel, message in _messages(step.receives, self._in[index % 2]):
-            work = group.recv([message], at[parcel.peer], step.number)
-            works.append(_Pending(work, parcel.peer, f"to send in round {step.number}"))
-        for parcel, message in _messages(step.sends, self._out[index % 2]):
-            self._pack(parcel, message, step.number)
-            work = group.send([message], at[parcel.peer], step.number)
+            group._start_coalescing(device)
+        for parcel, message, spare in _messages(step.receives, self._in[index % 2]):
+            arriving = [message, *self._rooms(parcel, spare)]
+            for tag, part in enumerate(arriving, start=step.number * _TAGS):
+                work = group.recv([part], at[parcel.peer], tag)
+                works.append(_Pending(work, parcel.peer, f"to send in round {step.number}"))
+        for parcel, message, spare in _messages(step.sends, self._out[index % 2]):
+            large = self._lying(parcel, spare)
+            for tag, part in enumerate(large, start=step.number * _TAGS + 1):
+                work = group.send([part], at[parcel.peer], tag)
+                works.append(_Pending(work, parcel.peer, f"to receive in round {step.number}"))
+            self._pack(parcel, message, large, step.number)
+            work = group.send([message], at[parcel.peer], step.number * _TAGS)
             works.append(_Pending(work, parcel.peer, f"to receive in round {step.number}"))
         if self._exchange._grouped:
-            every = group._end_coalescing(self._exchange._device)
+            every = group._end_coalescing(device)
             works = [_Pending(every, one.peer, one.what) for one in works]
         return works
 
     def finish(self, posted: _Posted, deadline: float) -> None:
         """Wait for a round, check what came and hand it over."""
         for one in posted.works:
+            self.awaited = one
             one.work.wait(_left(deadline))
-        for parcel, message in _messages(posted.round.receives, self._in[posted.index % 2]):
-            if not is_whole(_words(message), posted.round.number):
+        for parcel, message, spare in _messages(posted.round.receives, self._in[posted.index % 2]):
+            large = self._rooms(parcel, spare)
+            if not self._is_whole(parcel, message, large, posted.round.number):
                 if self.damaged < 0:
                     self.damaged = posted.round.number
                 continue
             for (name, box, *_), offset, size in parcel.chunks:
                 content = message.view(torch.uint8)[offset : offset + size].view(self._dtypes[name])
                 self._views.write(name, box, content.view(box.shape))
+            for ((name, box, *_), _), part in zip(parcel.large, large, strict=True):
+                self._views.write(name, box, part.view(box.shape))
 
-    def _pack(self, parcel: Parcel, message: torch.Tensor, number: int) -> None:
+    def _rooms(self, parcel: Parcel, spare: torch.Tensor) -> list[torch.Tensor]:
+        """Where large chunks come to: into their place, if that is one piece of memory, or into the buffer."""
+        found = []
+        for (move, _), part in zip(parcel.large, self._spares(parcel, spare), strict=True):
+            room = self._views.room(move.name, move.box)
+            straight = room is not None and room.is_contiguous() and room.device == part.device
+            found.append(room.reshape(-1) if room is not None and straight else part)
+        return found
+
+    def _lying(self, parcel: Parcel, spare: torch.Tensor) -> list[torch.Tensor]:
+        """Large chunks where they lie, or copied into the buffer."""
+        found = []
+        for (move, size), part in zip(parcel.large, self._spares(parcel, spare), strict=True):
+            view = self._view(move)
+            if view.is_contiguous() and view.device == part.device:
+                found.append(view.reshape(-1))
+            else:
+                copy_values(part.view(move.box.shape), view)
+                found.append(part)
+            self.sent_bytes += size
+        return found
+
+    def _spares(self, parcel: Parcel, spare: torch.Tensor) -> Iterator[torch.Tensor]:
+        start = 0
+        for move, size in parcel.large:
+            yield spare.view(torch.uint8)[start : start + size].view(self._dtypes[move.name])
+            start += size
+
+    def _view(self, move: Move) -> torch.Tensor:
+        return (self._views.arrived if move.hop else self._views.held)(move.name, move.box)
+
+    def _pack(self, parcel: Parcel, message: torch.Tensor, large: Sequence[torch.Tensor], number: int) -> None:
         content = message.view(torch.uint8)
         for move, offset, size in parcel.chunks:
-            view = (self._views.arrived if move.hop else self._views.held)(move.name, move.box)
             room = content[offset : offset + size].view(self._dtypes[move.name]).view(move.box.shape)
-            copy_values(room, view)
+            copy_values(room, self._view(move))
             if size % 8:  # what lies behind it is part of the checksum
                 content[offset + size : offset + size + 8 - size % 8] = 0
             self.sent_bytes += size
         words = _words(message)
+        sums = [word for part in large for word in checksum(_words(part))]
+        words[parcel.payload_bytes // 8 :][: len(sums)] = sums
         seal(words, number)
         if self._exchange._grouped:
             message.copy_(torch.from_numpy(words))
 
+    def _is_whole(self, parcel: Parcel, message: torch.Tensor, large: Sequence[torch.Tensor], number: int) -> bool:
+        words = _words(message)
+        sums = [word for part in large for word in checksum(_words(part))]
+        return is_whole(words, number) and list(words[parcel.payload_bytes // 8 :][: len(sums)]) == sums
+
 
 def _words(message: torch.Tensor) -> Words:
-    words: Words = message.cpu().numpy()
+    words: Words = message.detach().view(torch.uint8).cpu().numpy().view(np.int64)
     return words
 
 
-def _messages(parcels: Mapping[int, Parcel], buffer: torch.Tensor) -> Iterator[tuple[Parcel, torch.Tensor]]:
-    """Each parcel with its place in the buffer."""
+def _messages(
+    parcels: Mapping[int, Parcel], buffer: torch.Tensor
+) -> Iterator[tuple[Parcel, torch.Tensor, torch.Tensor]]:
+    """Each parcel with the place of its first message in the buffer, and one for its large chunks."""
     start = 0
     for peer in sorted(parcels):
         parcel = parcels[peer]
-        stop = start + parcel.bytes // 8
-        yield parcel, buffer[start:stop]
+        middle, stop = start + parcel.bytes // 8, start + parcel.memory_bytes // 8
+        yield parcel, buffer[start:middle], buffer[middle:stop]
         start = stop

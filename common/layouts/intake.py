@@ -59,19 +59,36 @@ class Intake:
 
     arrived = held
 
+    def room(self, name: str, box: Box) -> torch.Tensor | None:
+        """See `Views`."""
+        own = self._own(name, box)
+        whole = self._whole(name, own)
+        return None if whole is None else sub_view(whole, own, box)
+
+    def _own(self, name: str, box: Box) -> Box:
+        return next(one for one in self._boxes[name] if one.intersection(box) == box)
+
+    def _whole(self, name: str, own: Box) -> torch.Tensor | None:
+        """The sink's room for a box of the rank."""
+        found = self._room(name) if self._room and len(self._boxes[name]) == 1 else None
+        return found if found is not None and tuple(found.shape) == own.shape else None
+
     def write(self, name: str, box: Box, content: torch.Tensor) -> None:
         """See `Views`."""
         import torch
 
-        own = next(one for one in self._boxes[name] if one.intersection(box) == box)
+        own = self._own(name, box)
         if own == box:
-            self._deliver(name, box, content)
+            room = self._whole(name, own)
+            same = room is not None and room.data_ptr() == content.data_ptr()
+            self._deliver(name, box, room if room is not None and same else content)
             return
         if (name, own) not in self._open:
-            room = self._room(name) if self._room and len(self._boxes[name]) == 1 else None
-            fits = room is not None and tuple(room.shape) == own.shape and room.dtype == content.dtype
-            whole = room if room is not None and fits else torch.empty(own.shape, dtype=content.dtype)
-            self._open[name, own] = (whole, own.count)
+            room = self._whole(name, own)
+            self._open[name, own] = (
+                torch.empty(own.shape, dtype=content.dtype) if room is None else room,
+                own.count,
+            )
         whole, left = self._open[name, own]
         copy_values(sub_view(whole, own, box), content)
         self._open[name, own] = (whole, left - box.count)

@@ -19,6 +19,8 @@ from rlmq.common.weights import ITEM_BYTES
 
 WORD_BYTES = 8
 TRAILER_BYTES = 3 * WORD_BYTES
+SUMS_BYTES = 2 * WORD_BYTES
+LARGE_BYTES = 1 << 20
 BUFFERS = 4  # two that are sent from and two that are received into: one is on the wire, the other is (un)packed
 _FULL = 0.9  # of a buffer: no more room is looked for in it
 
@@ -27,21 +29,36 @@ Chunk = tuple[Move, int, int]  # move, byte where its content begins in the mess
 
 @dataclass(slots=True)
 class Parcel:
-    """One message: chunks, each at a whole word, and a trailer."""
+    """What goes to one peer: a message of chunks, each at a whole word, and a trailer; and large chunks as messages
+    of their own, which need no packing where they lie in one piece. Their checksums are in the first message."""
 
     peer: int
     chunks: list[Chunk] = field(default_factory=list)
+    large: list[tuple[Move, int]] = field(default_factory=list)
     payload_bytes: int = 0
 
     @property
     def bytes(self) -> int:
-        """Of the whole message."""
-        return self.payload_bytes + TRAILER_BYTES
+        """Of the first message."""
+        return self.payload_bytes + SUMS_BYTES * len(self.large) + TRAILER_BYTES
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of all messages, where none lies in one piece."""
+        return self.bytes + sum(size for _, size in self.large)
 
     def add(self, move: Move, size: int) -> None:
         """Append a chunk."""
+        if is_large(size):
+            self.large.append((move, size))
+            return
         self.chunks.append((move, self.payload_bytes, size))
         self.payload_bytes += whole_words(size)
+
+
+def is_large(size: int) -> bool:
+    """Whether a chunk is a message of its own."""
+    return size >= LARGE_BYTES and size % WORD_BYTES == 0
 
 
 @dataclass(slots=True)
@@ -76,8 +93,9 @@ def buffer_bytes(bucket_bytes: int) -> int:
         UsageError: too small.
     """
     size = bucket_bytes // BUFFERS // WORD_BYTES * WORD_BYTES
-    if size < TRAILER_BYTES + WORD_BYTES:
-        raise UsageError("bucket", got=f"{bucket_bytes} bytes", expected=f"at least {BUFFERS * 32}")
+    least = TRAILER_BYTES + SUMS_BYTES + WORD_BYTES
+    if size < least:
+        raise UsageError("bucket", got=f"{bucket_bytes} bytes", expected=f"at least {BUFFERS * least}")
     return size
 
 
@@ -89,7 +107,7 @@ def _rounds(plan: Plan, rank: int, limit: int) -> list[Round]:
     chained = any(move.hop for move in plan.moves)
     for move in plan.moves:
         item = sizes[move.name]
-        for box in chunks_of(move.box, (limit - TRAILER_BYTES) // item):
+        for box in chunks_of(move.box, (limit - TRAILER_BYTES - SUMS_BYTES) // item):
             size = box.count * item
             came = arrived[move.name, box, move.sender] if move.hop else -1
             number = desk.place(move.sender, move.receiver, size, came + 1)
@@ -117,7 +135,8 @@ class _Desk:
     def place(self, sender: int, receiver: int, size: int, earliest: int) -> int:
         number = max(self._first[sender, True], self._first[receiver, False], earliest)
         while True:
-            needed = whole_words(size) + (TRAILER_BYTES if (sender, receiver, number) not in self._pairs else 0)
+            needed = whole_words(size) + (SUMS_BYTES if is_large(size) else 0)
+            needed += TRAILER_BYTES if (sender, receiver, number) not in self._pairs else 0
             ends = ((sender, True, number), (receiver, False, number))
             if all(self._filled[end] + needed <= self._limit for end in ends):
                 break

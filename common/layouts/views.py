@@ -22,8 +22,11 @@ class Views(Protocol):
     def arrived(self, name: str, box: Box) -> torch.Tensor:
         """What came in this exchange, to be passed on."""
 
+    def room(self, name: str, box: Box) -> torch.Tensor | None:
+        """Where a box may come straight to, before it is checked; None: into a buffer."""
+
     def write(self, name: str, box: Box, content: torch.Tensor) -> None:
-        """Take what came; the memory of `content` is used again."""
+        """Take what came: that room, or memory that is used again."""
 
 
 class Shards:
@@ -90,6 +93,8 @@ def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
     import numpy as np
     import torch
 
+    if into.data_ptr() == values.data_ptr():
+        return
     if into.device.type != "cpu" or values.device.type != "cpu":
         into.copy_(values)
         return
@@ -110,6 +115,10 @@ class ShardViews:
         return _of(self._source, "source")[name, box]
 
     def arrived(self, name: str, box: Box) -> torch.Tensor:
+        """See `Views`."""
+        return _of(self._target, "target")[name, box]
+
+    def room(self, name: str, box: Box) -> torch.Tensor | None:
         """See `Views`."""
         return _of(self._target, "target")[name, box]
 

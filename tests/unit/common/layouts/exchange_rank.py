@@ -17,6 +17,7 @@ from unit.common.layouts.test_plan import layers
 from rlmq.common.dtypes import DTYPES
 from rlmq.common.errors import RlmqError
 from rlmq.common.layouts import exchange as module
+from rlmq.common.layouts import rounds
 from rlmq.common.layouts.build import flat_sharded, replicated
 from rlmq.common.layouts.exchange import Exchange
 from rlmq.common.layouts.groups import join
@@ -60,6 +61,7 @@ def main() -> int:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     store = dist.FileStore(str(folder / "store"), RANKS)
     seen: dict[str, Any] = {}
+    rounds.LARGE_BYTES = 128  # some chunks are messages of their own
 
     def met(name: str) -> Exchange:
         group = join(store, name, rank, RANKS, 60.0)

@@ -17,6 +17,7 @@ from unit.common.layouts.exchange_rank import RANKS, plans
 from unit.common.layouts.test_plan import pairs
 
 from rlmq.common.errors import UsageError
+from rlmq.common.layouts import rounds
 from rlmq.common.layouts.layout import Layout
 from rlmq.common.layouts.plan import plan
 from rlmq.common.layouts.rounds import buffer_bytes, rounds_of
@@ -70,8 +71,14 @@ def test_a_rank_that_dies_is_named_by_all(seen: list[dict[str, Any]]) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(pairs(), st.integers(32, 200))
+@given(pairs(), st.integers(48, 200))
 def test_rounds_carry_each_move_once_within_the_buffers(pair: tuple[Layout, Layout], quarter: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "LARGE_BYTES", 64 if quarter % 2 else 1 << 20)
+        check_rounds(pair, quarter)
+
+
+def check_rounds(pair: tuple[Layout, Layout], quarter: int) -> None:
     made = plan(*pair)
     limit = buffer_bytes(4 * quarter)
     ranks = sorted({*made.sent_bytes, *made.received_bytes})
@@ -80,12 +87,12 @@ def test_rounds_carry_each_move_once_within_the_buffers(pair: tuple[Layout, Layo
     for rank in ranks:
         for one in rounds_of(made, rank, 4 * quarter):
             for parcels in (one.sends, one.receives):
-                assert sum(parcel.bytes for parcel in parcels.values()) <= limit
+                assert sum(parcel.memory_bytes for parcel in parcels.values()) <= limit
             for peer, parcel in one.receives.items():
-                carried[rank] += sum(size for *_, size in parcel.chunks)
-                messages[peer, rank, one.number].append(parcel.chunks)
+                carried[rank] += sum(size for *_, size in (*parcel.chunks, *parcel.large))
+                messages[peer, rank, one.number].append((parcel.chunks, parcel.large))
             for peer, parcel in one.sends.items():
-                messages[rank, peer, one.number].append(parcel.chunks)
+                messages[rank, peer, one.number].append((parcel.chunks, parcel.large))
     assert dict(carried) == dict(made.received_bytes)
     assert all(len(two) == 2 and two[0] == two[1] for two in messages.values()), "both ends expect the same message"
 
