@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from rlmq.producers import sandbox_child
 from rlmq.producers.reward_values import NoVerdict
-from rlmq.producers.sandbox import CodeTests, run_python
+from rlmq.producers.sandbox import CodeTests, _shown, run_python
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +155,53 @@ def test_its_parents_cannot_be_killed(tests: CodeTests) -> None:
 
     assert verdict(tests, code, "assert True") == 1.0
     assert os.getppid() > 0
+
+
+REACHES = """
+import os, socket, time
+print([os.path.exists(path) for path in PLACES], os.listdir("/tmp"), dict(os.environ).get("SECRET"))
+try: socket.create_connection(("127.0.0.1", PORT), 1)
+except OSError: print("no network")
+try: os.kill(PARENT, 9)
+except OSError: print("no parent")
+try:
+    for _ in range(200):
+        if os.fork() == 0:
+            time.sleep(600)
+except OSError: print("no more processes")
+"""
+
+
+def test_an_ordinary_user_has_the_same_walls(tmp_path: Path) -> None:
+    """Without root's rights they are those of a user namespace; where there are none, the program does not run."""
+    python, user = sys.executable, os.geteuid()
+    if user == 0:  # nobody, with a Python that nobody can run
+        python, user = shutil.which("python3", path="/usr/bin:/usr/local/bin:/bin") or "", 65534
+        if not python:
+            pytest.skip("no Python that others than root can run")
+    with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0)) as server:
+        folder, python = Path(name), os.path.realpath(python)
+        program = REACHES.replace("PLACES", repr([name, "/etc/passwd", __file__, "/proc/1/environ"]))
+        program = program.replace("PORT", str(server.getsockname()[1])).replace("PARENT", str(os.getpid()))
+        shown = ":".join(_shown()) if user == os.geteuid() else "/usr:/bin:/lib:/lib64"
+        facts = {"folder": f"{name}/root", "shown": shown, "python": python, "program": program}
+        (folder / "facts.json").write_text(json.dumps({**facts, "memory_bytes": 512 << 20, "cpu_s": 10}))
+        (folder / "root").mkdir()
+        (folder / "child.py").write_text(Path(sandbox_child.__file__).read_text())
+        folder.chmod(0o755)
+        other = {} if user == os.geteuid() else {"user": user, "group": user, "extra_groups": []}
+        ended = subprocess.run(
+            [python, "-I", "-S", f"{name}/child.py", f"{name}/facts.json"],
+            env={"SECRET": "key"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            **other,  # type: ignore[call-overload]
+        )
+
+    if ended.returncode == sandbox_child.REFUSED:
+        assert ended.stderr.startswith("no walls: unshare") and ended.stdout == "", ended
+        return
+    told = ["[False, False, False, False] [] None", "no network", "no parent", "no more processes"]
+    assert ended.stdout.splitlines() == told, ended
