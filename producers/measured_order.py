@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from rlmq.buffer.batch_log import BatchEntry
 from rlmq.common.errors import UsageError
-from rlmq.common.recipe.difficulty_block import DifficultyBlock
+from rlmq.common.recipe.data_block import DifficultyBlock
 from rlmq.producers.prompt_order import PromptOrder
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlmq.buffer.batch_log import BatchEntry
 from rlmq.common.errors import UsageError
-from rlmq.common.recipe.difficulty_block import DifficultyBlock
+from rlmq.common.recipe.data_block import DifficultyBlock
 from rlmq.producers.measured_order import MeasuredOrder
 from rlmq.producers.prompt_order import PromptOrder
 

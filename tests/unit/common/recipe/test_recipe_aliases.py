@@ -8,7 +8,8 @@ import pytest
 
 from rlmq.common.errors import UsageError
 from rlmq.common.recipe.load import recipe_hash
-from rlmq.common.recipe.schema import Recipe, StageBlock
+from rlmq.common.recipe.schema import Recipe
+from rlmq.common.recipe.stage_block import StageBlock
 
 Read = Callable[..., Recipe]
 ALIAS = "dataflow: {min_batch_for_reward: 32}\n"
