@@ -174,7 +174,7 @@ def _began(state: State, event: Began) -> Advanced:
         step=event.step,
         still_from=event.at,
     )
-    return _want(fresh, fresh.workers)
+    return _want(fresh, dict.fromkeys((*fresh.workers, *fresh.desired)))
 
 
 def tells(state: State, event: Heard) -> bool:

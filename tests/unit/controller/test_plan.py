@@ -229,3 +229,21 @@ def test_a_recorded_log_replays_and_a_changed_one_does_not(tmp_path):
     lines[-1] = msgspec.structs.replace(lines[-1], commands=())
     with pytest.raises(IntegrityError, match=f"line {len(lines)} of the control log, Silent"):
         plan.replay(lines)
+
+
+def test_a_role_that_joined_is_told_what_is_wanted_and_its_end_is_not_the_runs():
+    # given a paused run, and a worker of a role that the recipe does not have
+    story = Story()
+    story.order("pause")
+    [want] = story.tell(events.Heard(at=11.0, role="monitor", rank=0, incarnation=1, ready=True))
+    assert (want.desired.role, want.desired.phase, want.desired.epoch) == ("monitor", "pause", 1)
+    assert "monitor" not in " ".join(plan.missing(story.state))
+    # then orders reach it, and the next controller wants it anew: what an earlier epoch wanted is refused
+    assert "monitor" in {one.desired.role for one in story.order("resume") if type(one).__name__ == "Want"}
+    again = Story(epoch=2, desired=tuple(story.state.desired.values()))
+    wanted = {one.desired.role: one.desired for one in again.lines[0].commands if type(one).__name__ == "Want"}
+    assert wanted["monitor"].epoch == 2
+    assert wanted["monitor"].version > story.state.desired["monitor"].version
+    # and an error of it ends nothing
+    left = events.Left(at=12.0, role="monitor", rank=0, incarnation=1, exit_code=2, fatal=True, error="own error")
+    assert "Fail" not in kinds(story.tell(left))
