@@ -19,7 +19,6 @@ from rlmq.common.algorithms.algorithm import Estimates, Floats, ScoredBatch, Ste
 from rlmq.common.algorithms.gae import whitened
 from rlmq.common.algorithms.kl import kl_of_row, kl_of_tokens, next_coefficient, safe_exp
 from rlmq.common.algorithms.policy_losses import clipped_surrogate, importance_weight, of_sequence
-from rlmq.common.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -58,12 +57,6 @@ class PolicyGradient:
     def __init__(self, recipe: Recipe) -> None:
         self._block: AlgorithmBlock = recipe.algorithm
         self._max_response_tokens = recipe.rollout.max_response_tokens
-        if self._block.overlong_tokens > self._max_response_tokens:
-            raise UsageError(
-                "algorithm.overlong_tokens",
-                got=self._block.overlong_tokens,
-                expected=f"at most rollout.max_response_tokens ({self._max_response_tokens})",
-            )
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -244,7 +244,7 @@ class Recipe(Block):
     @field_validator("data", "rollout")
     @classmethod
     def _generated(cls, block: Block, given: ValidationInfo) -> Block:
-        """Where nothing is generated, nothing is evaluated, and there is no temperature."""
+        """What algorithms without generation cannot use is not given; a penalty of long responses fits in."""
         algorithm = given.data.get("algorithm")
         if algorithm is not None and not algorithm.online:
             if isinstance(block, DataBlock) and block.eval is not None:
@@ -256,6 +256,9 @@ class Recipe(Block):
         measured = isinstance(block, DataBlock) and block.difficulty.window is not None
         if measured and algorithm is not None and algorithm.dynamic_sampling:
             raise ValueError("no difficulty with dynamic_sampling: dropped groups would not be measured")
+        overlong = 0 if algorithm is None else algorithm.overlong_tokens
+        if isinstance(block, RolloutBlock) and overlong > block.max_response_tokens:
+            raise ValueError(f"max_response_tokens of at least overlong_tokens ({overlong})")
         return block
 
     @field_validator("reward")
