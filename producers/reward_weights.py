@@ -10,7 +10,7 @@ from rlmq.common.errors import UsageError
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.user_code import find_beside, load_function, split_spec, user_error
 from rlmq.common.worker import WorkerContext
-from rlmq.producers.reward_values import to_number
+from rlmq.producers.reward_values import UnusableValue, to_number
 
 _KEY = "reward_controller"
 _STEPS_KNOWN = 100
@@ -47,13 +47,22 @@ class RewardController:
             file = find_beside(split_spec(self._spec, subject=_KEY)[0], self._folder, subject=_KEY)
             raise user_error(error, file.resolve(), subject=subject) from error
         if not isinstance(given, Mapping) or not set(given) <= set(self._names):
-            wrong = sorted(set(given) - set(self._names)) if isinstance(given, Mapping) else given
-            raise UsageError(subject, got=repr(wrong), expected=f"weights by name, of {', '.join(self._names)}")
-        weights = [to_number(given.get(name, w)) for name, w in zip(self._names, self.of_recipe, strict=True)]
-        finite = tuple(weight for weight in weights if weight is not None and math.isfinite(weight))
-        if len(finite) != len(self._names):
-            raise UsageError(subject, got=repr(dict(given)), expected="a finite number for each weight")
-        return finite
+            wrong = (
+                sorted(map(repr, set(given) - set(self._names))) if isinstance(given, Mapping) else [repr(given)]
+            )
+            raise UsageError(
+                subject, got=", ".join(wrong), expected=f"weights by name, of {', '.join(self._names)}"
+            )
+        weights: list[float] = []
+        for name, own in zip(self._names, self.of_recipe, strict=True):
+            try:
+                weight = to_number(given.get(name, own))
+            except UnusableValue:
+                weight = None
+            if weight is None or not math.isfinite(weight):
+                raise UsageError(subject, got=f"{name}: {given[name]!r}", expected="a finite number")
+            weights.append(weight)
+        return tuple(weights)
 
 
 class StepWeights:

@@ -12,6 +12,8 @@ from rlmq.common.flow import flow_of
 from rlmq.common.recipe.load import LoadedRecipe, load_recipe
 from rlmq.common.user_code import find_beside, is_spec, load_function
 
+_STEPS_TRIED = 1000  # of a function from steps to weights
+
 
 def check_command(path: Path, overrides: Sequence[str]) -> int:
     """`rlmq check`: prints each problem, or that there is none."""
@@ -106,16 +108,22 @@ def _mesh_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
 
 
 def _reward_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    from rlmq.producers.process_runner import ProcessRewardRunner
+
     for index, block in enumerate(loaded.recipe.reward):
         try:
             if block.function is not None or is_spec(block.source):
                 load_function(block.source, loaded.folder, subject=f"reward.{index}.{block.kind}")
+            if block.kind in ("function", "builtin"):  # what else it needs may be on the workers' machine only
+                ProcessRewardRunner(block, block.label, loaded.folder).close()
         except RlmqError as error:
             yield error
     from rlmq.producers.reward_weights import RewardController
 
     try:
-        RewardController(loaded.recipe, loaded.folder).of(1)
+        controller = RewardController(loaded.recipe, loaded.folder)
+        for step in range(1, min(loaded.recipe.train.steps, _STEPS_TRIED) + 1):
+            controller.of(step)
     except RlmqError as error:
         yield error
 
