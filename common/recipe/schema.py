@@ -244,7 +244,7 @@ class Recipe(Block):
     @field_validator("data", "rollout")
     @classmethod
     def _generated(cls, block: Block, given: ValidationInfo) -> Block:
-        """What algorithms without generation cannot use is not given; a penalty of long responses fits in."""
+        """Where nothing is generated, nothing is evaluated, and there is no temperature."""
         algorithm = given.data.get("algorithm")
         if algorithm is not None and not algorithm.online:
             if isinstance(block, DataBlock) and block.eval is not None:
@@ -256,9 +256,6 @@ class Recipe(Block):
         measured = isinstance(block, DataBlock) and block.difficulty.window is not None
         if measured and algorithm is not None and algorithm.dynamic_sampling:
             raise ValueError("no difficulty with dynamic_sampling: dropped groups would not be measured")
-        overlong = 0 if algorithm is None else algorithm.overlong_tokens
-        if isinstance(block, RolloutBlock) and overlong > block.max_response_tokens:
-            raise ValueError(f"max_response_tokens of at least overlong_tokens ({overlong})")
         return block
 
     @field_validator("reward")
@@ -274,6 +271,14 @@ class Recipe(Block):
         if reward and {block.objective for block in reward} != wanted:
             raise ValueError(f"items with objective {' and '.join(sorted(wanted))}, and no others")
         return reward
+
+    @model_validator(mode="after")
+    def _penalty_fits(self) -> Recipe:
+        """The penalty of long responses begins within a response."""
+        overlong = self.algorithm.overlong_tokens
+        if overlong > self.rollout.max_response_tokens:
+            raise ValueError(f"rollout.max_response_tokens of at least algorithm.overlong_tokens ({overlong})")
+        return self
 
     @model_validator(mode="after")
     def _losses_fit(self) -> Recipe:

@@ -171,7 +171,7 @@ def test_one_sample_a_prompt_will_do_where_none_are_compared(tmp_path: Path) -> 
 
 
 def test_a_penalty_longer_than_the_response_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"max_response_tokens of at least overlong_tokens \(99\)"):
+    with pytest.raises(UsageError, match=r"max_response_tokens of at least algorithm.overlong_tokens \(99\)"):
         load_recipe(_recipe(tmp_path, "name: dapo, overlong_tokens: 99"))
 
 
