@@ -138,7 +138,8 @@ class RolloutRole:
         return True
 
     def close(self) -> None:
-        """Nothing is held between chunks."""
+        """Nothing is held between chunks but the engine."""
+        self._engine.close()
 
     def _up_to_date(self) -> bool:
         desired = self._context.desired()

@@ -126,6 +126,9 @@ class GenerationEngine(Protocol):
     def layout(self) -> WeightManifest:
         """Names, shapes and dtypes of the tensors that `load` expects."""
 
+    def close(self) -> None:
+        """End what the engine has outside of this process: connections, processes of its own."""
+
 
 @runtime_checkable
 class PlainMemory(Protocol):

@@ -210,6 +210,9 @@ class HfEngine:
     def acquire_memory(self) -> None:
         """Nothing to do: what was freed is made again when it is needed."""
 
+    def close(self) -> None:
+        """Nothing to do."""
+
     def _returned(self, responses: list[Generated]) -> list[Generated]:
         self._known.difference_update(response.id for response in responses)
         if self._active and self._active.pending == 0:

@@ -144,5 +144,5 @@ class _InPlace:
     def abandon(self) -> None:
         """Nothing is on its way."""
 
-    def release_spares(self) -> None:
+    def release(self) -> None:
         """There are none."""

@@ -138,5 +138,5 @@ def bench(
     engine = GENERATION.find(engine_name, HERE)(settings)
     made = Bench(engine, tied, build_model(seed=0, tied=tied), tokenizer.decode)
     yield made
-    getattr(engine, "close", lambda: None)()
+    engine.close()
     ends.close()

@@ -127,3 +127,6 @@ class PlainEngine:
 
     def acquire_memory(self) -> None:
         pass
+
+    def close(self) -> None:
+        pass
