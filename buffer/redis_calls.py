@@ -187,7 +187,7 @@ class RedisCalls(Calls):
                 f"{who} of run '{self._run_id}'",
                 got=f"fingerprint {fingerprint}",
                 expected=f"the run's {reply[1].decode()}",
-                remedy="Start every process from the same recipe and version",
+                remedy="Start every process from the same recipe, version, and files that the recipe names (code)",
             )
 
 
