@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rlmq.buffer.store import ExperienceStore
 from rlmq.common.engines.decoder_shape import generation_places
 from rlmq.common.engines.generation import GenerationEngine
@@ -69,13 +71,32 @@ class HybridActorRole(ActorRole):
         """Those of the actor, and `generate`."""
         return {**super().handlers(), "generate": self._generate}
 
+    def _agreed(self, number: tuple[int, ...]) -> bool:
+        """Whether all ranks make this call; a stop or a kill may have left an older one with some of them.
+
+        Raises:
+            RestartRequired: a rank died or did not come in time.
+        """
+        desired = self._context.desired()
+        if desired is not None and number[0] < desired.epoch:
+            return False
+        while True:
+            gathered = self._mesh.gather(msgspec.msgpack.encode(number))
+            everyone = [msgspec.msgpack.decode(one, type=tuple[int, ...]) for one in gathered]
+            if number < max(everyone):
+                return False
+            if number == min(everyone):
+                return True
+
     def _generate(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Generate all rows that are ready, with the weights of `version`, or newer ones that the log has.
 
         Returns:
             Version, chunks of this rank's replica, seconds and bytes of the switch; or `failed`: all ranks are in
-            the training layout, and nothing was generated.
+            the training layout, and nothing was generated; or nothing: other ranks do not have this call.
         """
+        if not self._agreed(tuple(args["number"])):
+            return {}
         self._catch_up(int(args["version"]))
         self._context.activity("generating")
         chunks = 0

@@ -409,7 +409,7 @@ class Dispatch:
         """Rewrite the snapshot."""
         now = self._shown_at = self.now()
         state = self.state
-        rollout = state.desired.get("rollout")
+        generating = state.desired.get("rollout") or state.desired.get("actor")
         self._files.show(
             Snapshot(
                 at_unix_s=now,
@@ -420,7 +420,7 @@ class Dispatch:
                 phase=state.phase,
                 step=state.step,
                 steps=self.steps,
-                policy_version=rollout.policy_version if rollout is not None else 0,
+                policy_version=generating.policy_version if generating is not None else 0,
                 members=self.pulses.members(state, now),
                 missing=plan.missing(state),
                 waits=plan.waits(state, self.pulses.moved_at),

@@ -483,11 +483,11 @@ class RunSteering:
             return
         self._repeats += 1
         call_id = f"{self._place}/generate-{self._dispatch.epoch}-{self._repeats}/actor.generate"
-        args = {"version": self._weights.version}
+        args = {"version": self._weights.version, "number": [self._dispatch.epoch, self._repeats]}
         [answer, *_] = _values(self._dispatch.call(call_id, "actor", "generate", args, deadline_s=self._step_s))
         if "failed" in answer:
             raise DependencyError("generation on the actor's ranks", got=answer["failed"])
-        if answer["version"] > self._weights.version:  # the records are older than its checkpoint
+        if answer.get("version", 0) > self._weights.version:  # the records are older than its checkpoint
             self._weights.want(answer["version"])
         self._log.info("generated", **answer)
 

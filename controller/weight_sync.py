@@ -38,9 +38,9 @@ class WeightSync:
         """The policy version that is wanted, and after `bring_up_to_date` served."""
 
     def want(self, version: int) -> None:
-        """Rollout workers shall serve this version."""
+        """Who generates shall do it with this version."""
         self.version = version
-        self._dispatch.want("rollout", version)
+        self._dispatch.want("actor" if self._recipe.placement.actor.hybrid else "rollout", version)
 
     def bring_up_to_date(self) -> None:
         """Every ready rollout worker serves the policy version after this, newcomers included.
