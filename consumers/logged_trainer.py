@@ -107,7 +107,7 @@ class LoggedTrainer(Trainer[Engine]):
         if self._too_early:
             super().wait(timeout_s, wake_fd)
         else:
-            self._saved.settle()
+            self._settle_saved()
             self._scoring.wait(timeout_s, wake_fd)
 
     def _fits(self, table: str, step: int) -> bool:

@@ -122,10 +122,14 @@ class Trainer(Generic[Engine]):
     def wait(self, timeout_s: float, wake_fd: int) -> None:
         """Sleep until a call comes."""
         self._context.waits("a call")
+        self._settle_saved()
+        self._store.wait([], timeout_s=timeout_s, wake_fd=wake_fd)
+
+    def _settle_saved(self) -> None:
+        """Take up what was written beside other work, or tell that it still is."""
         self._saved.settle()
         if self._saved.writing:
             self._context.activity("checkpointing")
-        self._store.wait([], timeout_s=timeout_s, wake_fd=wake_fd)
 
     def close(self) -> None:
         """Save what was trained since the last checkpoint.
