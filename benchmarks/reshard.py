@@ -1,6 +1,6 @@
 """From a training to a generation layout on the same ranks: bytes, memory and time of three strategies.
 
-    rlmq bench reshard [--ranks 8] [--repeats 3]
+    rlmq bench reshard [--ranks 8] [--repeats 3] [--model llama-135m]
 
 all_gather brings everything to every rank from flat shards over all ranks, tp_pp_gather everything from the ranks
 of the own replica, zero_redundancy only what the generation shard lacks (`docs/tensors.md`). Cases of at most
@@ -43,13 +43,16 @@ def run(arguments: Sequence[str]) -> BenchResult:
     parser = argparse.ArgumentParser(prog="rlmq bench reshard")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", default="", help="only its cases")
     options = parser.parse_args(list(arguments))
     private = _may_unshare()
-    found = _measure(options.ranks, options.repeats, private=private)
+    found = _measure(options.ranks, options.repeats, options.model, private=private)
     rows: list[dict[str, Cell]] = []
     ratios: dict[str, float] = {}
     wires = []
     for number, case in enumerate(CASES):
+        if options.model not in ("", case.model):
+            continue
         for strategy in STRATEGIES:
             made = switch_plan(strategy, case.layout, case.grouping)
             row = _row(case, strategy, made)
@@ -115,13 +118,13 @@ def _may_unshare() -> bool:
     )
 
 
-def _measure(ranks: int, repeats: int, *, private: bool) -> dict[str, Any]:
+def _measure(ranks: int, repeats: int, model: str, *, private: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.reshard_rank", "lead"]
     if private:
         command = ["unshare", "-n", *command]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [*command, folder, str(ranks), str(repeats)],
+            [*command, folder, str(ranks), str(repeats), model],
             cwd=_ROOT,
             env={**os.environ, "PYTHONPATH": str(_ROOT)},
             timeout=_TIMEOUT_S,

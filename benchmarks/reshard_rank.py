@@ -1,7 +1,7 @@
 """One of the ranks of `rlmq bench reshard`, and the process that starts them in a network namespace of their own.
 
-python -m benchmarks.reshard_rank lead FOLDER RANKS REPEATS
-python -m benchmarks.reshard_rank FOLDER RANKS REPEATS RANK
+python -m benchmarks.reshard_rank lead FOLDER RANKS REPEATS MODEL
+python -m benchmarks.reshard_rank FOLDER RANKS REPEATS MODEL RANK
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ def collective(ranks: Ranks, case: Case, repeats: int) -> float:
     return sorted(seconds)[len(seconds) // 2]
 
 
-def main(folder: Path, size: int, repeats: int, rank: int) -> int:
-    """All cases that fit into these ranks, in order."""
+def main(folder: Path, size: int, repeats: int, model: str, rank: int) -> int:
+    """All cases of the model (of any, if it is empty) that fit into these ranks, in order."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
     found: dict[str, Any] = {}
     for number, case in enumerate(CASES):
-        if case.training.size > size or case.model.startswith("smollm2"):
+        if case.training.size > size or case.model.startswith("smollm2") or model not in ("", case.model):
             continue
         if rank < case.training.size:
             ranks = Ranks(store, f"case{number}", rank, case.training.size)
@@ -153,16 +153,16 @@ def main(folder: Path, size: int, repeats: int, rank: int) -> int:
     return 0
 
 
-def lead(folder: Path, size: int, repeats: int) -> int:
+def lead(folder: Path, size: int, repeats: int, model: str) -> int:
     """Start the ranks."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=False)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-m", "benchmarks.reshard_rank", str(folder), str(size), str(repeats)]
+    command = [sys.executable, "-m", "benchmarks.reshard_rank", str(folder), str(size), str(repeats), model]
     ranks = [subprocess.Popen([*command, str(rank)], env=env) for rank in range(size)]
     return max(abs(process.wait()) for process in ranks)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "lead":
-        sys.exit(lead(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:5])))
+        sys.exit(lead(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])))
