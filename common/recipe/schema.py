@@ -67,7 +67,8 @@ class RolloutBlock(Block):
     stop: tuple[str, ...] = Field(default=(), description="Texts that end a response, which they are the end of.")
     mismatch_alert: PositiveFloat | None = Field(
         default=None,
-        description="Warn when the mean difference of log-probs between rollout and trainer is above this; none: never.",
+        description="Warn when the mean difference of log-probs between rollout and trainer is above this; "
+        "none: never.",
     )
     environment: str | None = Field(
         default=None,
