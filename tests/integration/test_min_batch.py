@@ -106,7 +106,7 @@ def test_rows_are_scored_by_32_with_a_rest_and_their_lineage_shows_the_order(
     assert all(before[1] < after[0] for before, after in itertools.pairwise(spans)), spans
     assert written["prompts-0"].columns >= {"sample_id", "prompt_ids"}
     assert written["rollout-0"].columns >= {"response_ids", "policy_versions"}
-    assert written["reward-0"].columns == {"reward", "reward.vowels"}
+    assert written["reward-0"].columns == {"reward", "reward.vowels", "reward_fields"}
     assert written["actor-0"].columns == {"advantages"}
     assert [one.versions for one in written.values()] == [{None}, {0}, {None}, {None}]
     assert re.fullmatch(r"config [0-9a-f]{16} seed 7", written["rollout-0"].tag)
