@@ -54,9 +54,10 @@ def _layers(model: nn.Module) -> Iterable[nn.Module]:
     return max(lists, key=len)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Any) -> torch.Tensor:
     """A plain tensor; a sharded one is gathered, by all ranks at once."""
-    return tensor.full_tensor() if _is_sharded(tensor) else tensor
+    found: torch.Tensor = tensor.full_tensor() if _is_sharded(tensor) else tensor
+    return found
 
 
 def whole_by_name(
