@@ -68,7 +68,7 @@ class Ranks:
         """Of all ranks."""
         found = torch.tensor([value], dtype=torch.float64)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self.group.allreduce([found], options).wait()
         return float(found)
 
