@@ -111,5 +111,25 @@ def test_a_trainer_makes_two_steps(cli: Any) -> None:
     assert len(re.findall(r"^step \d: reward 0\.\d{3}$", printed, re.MULTILINE)) == 2
 
 
+def test_a_trainer_of_grpo_makes_a_step(cli: Any) -> None:
+    # given the same script with GRPO's trainer, which has no critic
+    text = (FOLDER / "trainer.py").read_text().replace("../../recipes", str(FOLDER.parents[1] / "recipes"))
+    text = re.sub(r" *critic=.*\n", "", text.replace("PPOTrainer", "GRPOTrainer"))
+    for old, new in (("actor=", "model="), ("reward_model=", "reward=")):
+        text = text.replace(old, new)
+    (cli.folder / "grpo.py").write_text(text)
+    # when it is run, then it trains and prints
+    done = subprocess.run(
+        [sys.executable, "grpo.py", "--fresh", "train.steps=1"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        cwd=cli.folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["step"] for line in cli.metrics("grpo")] == [1]
+
+
 def test_only_the_rewards(tmp_path: Path) -> None:
     assert f"$ python docs/tutorials/rewards_only.py\n{python('rewards_only.py', cwd=tmp_path)}```" in PAGE
