@@ -452,8 +452,9 @@ def test_a_hanging_function_is_ended_and_the_next_call_works(start: Start, tmp_p
     runner = start(
         "import os, pathlib, time\n"
         "def f(completions, n, **_):\n"
-        f"    pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
-        "    if n[0] == 0: time.sleep(600)\n"
+        "    if n[0] == 0:\n"
+        f"        pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        "        time.sleep(600)\n"
         "    return n\n",
         timeout_s=1.0,
     )
@@ -464,7 +465,7 @@ def test_a_hanging_function_is_ended_and_the_next_call_works(start: Start, tmp_p
     hung_pid = int((tmp_path / "pid").read_text())
     after = runner.score([RewardRow("p", "c", {"n": 5})])
 
-    assert hung.values == [None, None]
+    assert hung.values == [None, 1.0]  # a row that hangs takes no other row's verdict
     assert "rewards.py:f: no answer within 1 s" in hung.failure
     assert took_s < 5
     assert not alive(hung_pid)
