@@ -112,9 +112,8 @@ def manager() -> Iterator[Manager]:
     folder = Path(tempfile.mkdtemp(prefix="rlmq-unit-"))
     made = Manager(folder)
     yield made
-    for process in reversed(made.processes):
+    for process in reversed(made.processes):  # as the units are ordered: Redis is the last to end
         process.terminate()
-    for process in made.processes:
         process.wait(timeout=60)
     shutil.rmtree(folder, ignore_errors=True)
 

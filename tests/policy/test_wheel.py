@@ -82,7 +82,7 @@ def test_the_wheel_holds_every_source_file_and_nothing_else(wheel: Path) -> None
     expected = set()
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*"):
-            if path.suffix in (".py", ".lua") or path.name == "py.typed":
+            if path.suffix in (".py", ".lua", ".j2") or path.name == "py.typed":
                 place = path.relative_to(ROOT)
                 inside = place.relative_to("common/api") if place.parts[:2] == ("common", "api") else place
                 expected.add(f"rlmq/{inside.as_posix()}")
