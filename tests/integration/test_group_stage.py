@@ -33,7 +33,8 @@ def recorded(folder: Path) -> tuple[list[dict[str, Any]], list[BatchEntry]]:
 
 
 def test_remax_trains_on_what_is_better_than_the_greedy_response(cli: Any) -> None:
-    done = cli.run("up", RECIPES / "remax.yaml", "train.steps=2")
+    sizes = ("data.prompts_per_step=8", "algorithm.group_size=4")
+    done = cli.run("up", RECIPES / "remax.yaml", "train.steps=2", *sizes)
     assert done.code == 0, done.text
     rows, entries = recorded(cli.newest_run("remax"))
     greedy = {row["group_id"]: row for row in rows if is_greedy(row["sample_id"])}
