@@ -122,8 +122,8 @@ class MathVerify:
         try:
             found = self._math.parse(response, raise_on_error=True)
             return float(self._math.verify(gold, found, raise_on_error=True))
-        except self._timeout as error:
-            return NoVerdict(f"math_verify: {error}")
+        except (self._timeout, MemoryError, OSError, ImportError) as error:  # not the response's fault
+            return NoVerdict(f"math_verify: {type(error).__name__}: {error}")
         except Exception:  # noqa: BLE001 - it takes anything that a response may say
             return 0.0
 

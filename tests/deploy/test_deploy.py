@@ -1,4 +1,4 @@
-"""`rlmq deploy`: what it renders is what `deploy/` shows, is taken by its readers, and starts."""
+"""`rlmq deploy`: what it renders is what `deploy/` shows; systemd takes its units, and their commands start."""
 
 from __future__ import annotations
 
