@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rlmq.buffer.recording import RecordingWriter, place_of
 from rlmq.buffer.store import ExperienceStore, Interest, Stage
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.columns import arrow_schema
@@ -23,7 +24,6 @@ from rlmq.common.node_function import node_function
 from rlmq.common.node_rows import NodeRow, to_columns
 from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.worker import CallHandler, WorkerContext
-from rlmq.consumers.recorder import write_part
 
 
 def stage_of(block: NodeBlock) -> Stage:
@@ -40,6 +40,8 @@ class JoinedNode:
         self._block = block
         self._function, self._model = node_function(block, context.recipe_folder)
         self._schema = arrow_schema(node_columns(block))
+        place, mark = place_of(context.run, context.recipe), f"{context.incarnation:04d}"
+        self._recording = RecordingWriter(place, segment_bytes=context.recipe.record.segment_mb << 20, mark=mark)
         self._failed_rows = 0
         self._last = ""
 
@@ -98,4 +100,4 @@ class JoinedNode:
         for step in sorted({int(str(row["step"])) for row in rows}) if told else ():
             table = pa.Table.from_pydict(whole, schema=pa.schema(fields))
             own = table.filter(pc.equal(table["step"], step))
-            write_part(self._context.run.samples, self._block.name, step, own)
+            self._recording.add(self._block.name, step, own)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from rlmq.buffer.layout import TOLD
+from rlmq.buffer.recording import RecordingWriter, place_of
 from rlmq.buffer.store import Claim, ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import arrow_schema
-from rlmq.common.errors import DeadlineExceeded, DependencyError, Fenced
+from rlmq.common.errors import DeadlineExceeded, Fenced
 from rlmq.common.flow import flows_of, sample_columns
 from rlmq.common.metrics import ROWS_ACKED
 from rlmq.common.worker import CallHandler, Role, WorkerContext
@@ -33,18 +30,21 @@ _EXTEND_EVERY_S = 10.0
 
 
 class RecorderRole(Role):
-    """One process per run; the only writer of `samples/`."""
+    """One process per run; the only writer of its recording."""
 
     def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
         self._context = context
         self._store = store
         recipe = context.recipe
         flow, *others = flows_of(recipe)
-        self._schema = arrow_schema(sample_columns(flow))
+        self._schema = pa.schema([*arrow_schema(sample_columns(flow)), *TOLD])
         self._columns = {TRAIN: self._schema.names}
         for other in others:
-            self._columns[other[0].tables[0]] = [column.name for column in sample_columns(other)]
-        self._folder = context.run.samples
+            self._columns[other[0].tables[0]] = [*(c.name for c in sample_columns(other)), *TOLD.names]
+        segment_bytes = recipe.record.segment_mb << 20
+        self._recording = RecordingWriter(
+            place_of(context.run, recipe), segment_bytes=segment_bytes, mark=f"{context.incarnation:04d}"
+        )
 
     def handlers(self) -> Mapping[str, CallHandler]:
         """`evaluate`, `flush` and `report`."""
@@ -72,7 +72,7 @@ class RecorderRole(Role):
         if claim is None:
             return 0
         for step, rows in _by_step(pa.Table.from_batches([claim.rows])):
-            write_part(self._folder, table, step, rows)
+            self._recording.add(table, step, rows)
         try:
             self._store.ack(claim)
         except Fenced as error:  # written twice then; readers de-duplicate by sample_id
@@ -108,12 +108,12 @@ class RecorderRole(Role):
         """
         step, expected = int(args["step"]), int(args["samples"])
         self._context.activity("evaluating")
-        path = self._folder / f"{EVAL}-{step:06d}.parquet"
-        known = pq.read_table(path) if path.exists() else None
+        written = any(one.first_step == step for one in self._recording.segments(EVAL))
+        known = self._recording.read(EVAL, steps=[step]) if written else None
         claims, rows = self._collect(step, expected if known is None else 0)
         if known is None:
-            rows = rows.sort_by("sample_id")
-            _write_whole(path, rows)
+            rows = _ended(rows.sort_by("sample_id"), step)
+            self._recording.put(EVAL, step, rows)
         else:
             rows = known  # a crash came between the file and the rows' end states
         for claim in claims:
@@ -227,67 +227,15 @@ def _by_step(rows: pa.Table) -> Iterable[tuple[int, pa.Table]]:
         yield step, rows.filter(pc.equal(rows["step"], step))
 
 
-def write_part(folder: Path, table: str, step: int, rows: pa.Table) -> Path:
-    """Write rows of one step as the next free `TABLE-STEP-PART.parquet`, whole or not at all.
-
-    Raises:
-        DependencyError: the disk is full or the folder cannot be written.
-    """
-    temporary = _write_temporary(folder, f"{table}-{step:06d}", rows)
-    part = len(list(folder.glob(f"{table}-{step:06d}-*.parquet")))
-    try:
-        while True:
-            path = folder / f"{table}-{step:06d}-{part:04d}.parquet"
-            try:
-                _place(temporary, path)
-            except FileExistsError:
-                part += 1
-            else:
-                return path
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _place(temporary: Path, path: Path) -> None:
-    """Give the file its name; unlike a rename this never replaces a part of a recorder that lost its lease."""
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        if path.exists():  # a file system without hard links
-            raise FileExistsError(errno.EEXIST, "exists", str(path)) from error
-        temporary.rename(path)
-
-
-def _write_whole(path: Path, rows: pa.Table) -> None:
-    temporary = _write_temporary(path.parent, path.stem, rows)
-    try:
-        temporary.replace(path)
-    except OSError as error:
-        raise _unwritable(path.parent, error) from error
-
-
-def _write_temporary(folder: Path, stem: str, rows: pa.Table) -> Path:
-    temporary = folder / f".{stem}.{os.getpid()}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        pq.write_table(rows, temporary, compression="zstd", row_group_size=max(1, rows.num_rows))
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise _unwritable(folder, error) from error
-    return temporary
-
-
-def _unwritable(folder: Path, error: OSError) -> DependencyError:
-    return DependencyError(
-        f"samples in {folder}",
-        got=error.strerror or str(error),
-        expected="a writable folder",
-        remedy="Free disk space or correct its permissions, then give the same command again",
-    )
+def _ended(rows: pa.Table, step: int) -> pa.Table:
+    """Rows of an evaluation, which end after they are written, with what `_end` will say of them."""
+    scored = pc.is_valid(rows["reward"])
+    columns = {
+        "end_state": pc.if_else(scored, "done", "filtered"),
+        "end_reason": pc.if_else(scored, "", "no_verdict"),
+        "end_step": pa.array([step] * rows.num_rows),
+    }
+    for name, values in columns.items():
+        place = rows.schema.get_field_index(name)
+        rows = rows.set_column(place, rows.schema.field(place), values.cast(rows.schema.field(place).type))
+    return rows

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import random as random_numbers
-import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from rlmq.buffer.recording import Recording, place_of
 from rlmq.common.errors import UsageError
 from rlmq.common.run_folder import RunFolder
-
-_FILE = re.compile(r"(?P<table>train|eval)-(?P<step>\d+)(?:-\d+)?\.parquet")
 
 
 def show_samples(
@@ -43,59 +37,23 @@ def show_samples(
     Raises:
         UsageError: there are no such samples; the message says which there are.
     """
-    files = sample_files(run, table)
-    if not files:
+    recording = Recording(place_of(run))
+    segments = recording.segments(table)
+    if not segments:
         raise UsageError(
             f"samples of run {run.run_id}",
-            got=f"no {table} samples in {run.samples}",
+            got=f"no {table} samples in {recording.place}",
             expected="at least one finished step",
             remedy="Wait for the first step, or look at another run or --table",
         )
-    chosen = max(files) if step is None else step
-    if chosen not in files:
-        raise UsageError(
-            f"samples of run {run.run_id}",
-            got=f"step {chosen} of table {table}",
-            expected=f"one of {_spans(sorted(files))}",
-        )
-    rows = read_samples(files[chosen])
+    chosen = max(one.last_step for one in segments) if step is None else step
+    rows = recording.read(table, steps=[chosen]).to_pylist()
     picked = _pick(rows, best, worst, random, seed)
     if as_json:
         for title, row in picked:
             sys.stdout.write(json.dumps({"pick": title, **_figures(row), **_texts(row)}) + "\n")
     else:
         _print(run, table, chosen, rows, picked)
-
-
-def sample_files(run: RunFolder, table: str) -> dict[int, list[Path]]:
-    """Parquet files by step."""
-    found: dict[int, list[Path]] = {}
-    for path in sorted(run.samples.glob(f"{table}-*.parquet")):
-        match = _FILE.fullmatch(path.name)
-        if match:
-            found.setdefault(int(match["step"]), []).append(path)
-    return found
-
-
-def read_samples(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """Rows of these files by sample id, each once; of one that was written twice, the copy with advantages.
-
-    Raises:
-        UsageError: a file that is no Parquet.
-    """
-    rows: dict[str, dict[str, Any]] = {}
-    for path in files:
-        try:
-            part = pq.read_table(path).to_pylist()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UsageError(
-                f"samples in {path}", got=str(error).splitlines()[0], expected="a Parquet file"
-            ) from error
-        for row in part:
-            known = rows.get(row["sample_id"])
-            if known is None or known.get("advantages") is None:
-                rows[row["sample_id"]] = row
-    return [rows[name] for name in sorted(rows)]
 
 
 def _pick(
@@ -195,14 +153,3 @@ def _number(value: float | None) -> str:
 def _visible(text: str) -> str:
     """Control characters as their symbols: a response must not be able to steer the terminal."""
     return "".join(c if c in "\n\t" or (ord(c) >= 32 and not 127 <= ord(c) < 160) else "�" for c in text)
-
-
-def _spans(steps: Sequence[int]) -> str:
-    """`"0 to 3, 5"`."""
-    spans: list[list[int]] = []
-    for step in steps:
-        if spans and step == spans[-1][1] + 1:
-            spans[-1][1] = step
-        else:
-            spans.append([step, step])
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)

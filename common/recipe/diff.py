@@ -28,6 +28,8 @@ _HARMLESS = (
     "placement.reference.workers",
     "evaluate.every_steps",
     "checkpoint.*",
+    "record.segment_mb",
+    "record.fingerprints",
     "stages.*",
     "deadlines.*",
     "control.*",

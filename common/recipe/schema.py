@@ -18,6 +18,7 @@ from rlmq.common.recipe.data_block import DataBlock
 from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.placement_block import ActorPlacement, RolePlacement
+from rlmq.common.recipe.record_block import RecordBlock
 from rlmq.common.recipe.reward_block import RewardBlock
 from rlmq.common.recipe.stage_block import StageBlock
 
@@ -232,6 +233,7 @@ class Recipe(Block):
     evaluate: EvaluateBlock = Field(default_factory=EvaluateBlock)
     checkpoint: CheckpointBlock = Field(default_factory=CheckpointBlock)
     stages: StagesBlock = Field(default_factory=StagesBlock)
+    record: RecordBlock = Field(default_factory=RecordBlock)
     redis: RedisBlock = Field(default_factory=RedisBlock)
     deadlines: DeadlineBlock = Field(default_factory=DeadlineBlock)
     control: ControlBlock = Field(default_factory=ControlBlock)

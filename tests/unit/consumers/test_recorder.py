@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlmq.buffer.layout import TOLD
+from rlmq.buffer.recording import Recording, RecordingWriter
 from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.store import ExperienceStore
 from rlmq.buffer.tables import sample_tables
@@ -30,7 +32,6 @@ from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.common.worker import WorkerContext
 from rlmq.consumers.recorder import RecorderRole, aggregate
-from rlmq.consumers.samples_view import read_samples, sample_files
 
 NAMES = ["correct"]
 COLUMNS = sample_columns(sample_flow(NAMES))
@@ -144,7 +145,7 @@ class Bench:
         self.train(step)
 
     def recorded(self, step: int = 1) -> list[dict[str, Any]]:
-        return read_samples(sample_files(self.run, "train")[step])
+        return Recording(self.run.samples).read(steps=[step]).to_pylist()
 
     def evaluate(self, step: int, samples: int) -> dict[str, Any]:
         return self.recorder.handlers()["evaluate"]({"step": step, "samples": samples})
@@ -169,10 +170,15 @@ def test_a_trained_row_is_recorded_with_all_its_columns(bench: Bench) -> None:
 
     assert bench.recorder.work()
 
-    assert [p.name for p in bench.run.samples.iterdir()] == ["train-000001-0000.parquet"]
+    names = ["train-000001-0000.parquet", "train.manifest.json"]
+    assert sorted(p.name for p in bench.run.samples.iterdir()) == names
     table = pq.read_table(bench.run.samples / "train-000001-0000.parquet")
-    assert table.schema.equals(arrow_schema(COLUMNS))
+    assert table.schema.equals(pa.schema([*arrow_schema(COLUMNS), *TOLD]))
     first = table.to_pylist()[0]
+    lineage = json.loads(first.pop("lineage"))
+    assert {one["writer"] for one in lineage} == {"test"}
+    assert {name for one in lineage for name in one["columns"]} == {column.name for column in COLUMNS}
+    assert sorted(one["at"] for one in lineage) == [one["at"] for one in lineage]
     assert first == {
         "sample_id": "train-000001-0001-00",
         "group_id": "train-000001-0001",
@@ -192,6 +198,9 @@ def test_a_trained_row_is_recorded_with_all_its_columns(bench: Bench) -> None:
         "reward.correct": 1.0,
         "reward_fields": None,
         "advantages": [0.5] * 3,
+        "end_state": "trained",
+        "end_reason": "",
+        "end_step": 1,
     }
     assert not bench.recorder.work()
 
@@ -215,10 +224,10 @@ def test_steps_go_to_files_of_their_own(bench: Bench) -> None:
 
     assert bench.recorder.handlers()["flush"]({}) == {"rows": 3}
 
-    assert {step: len(read_samples(files)) for step, files in sample_files(bench.run, "train").items()} == {
-        1: 1,
-        2: 2,
-    }
+    assert [(one.first_step, one.rows) for one in Recording(bench.run.samples).segments("train")] == [
+        (1, 1),
+        (2, 2),
+    ]
 
 
 def test_a_recorded_row_is_freed_once_a_checkpoint_covers_it(bench: Bench) -> None:
@@ -237,14 +246,12 @@ def test_rows_that_are_delivered_twice_are_read_once(bench: Bench) -> None:
     bench.train_step(1, 1.0, 0.0)
     claim = bench.store.claim("train", "recorder", max_rows=10)
     assert claim is not None
-    from rlmq.consumers.recorder import write_part
-
-    write_part(bench.run.samples, "train", 1, pa.Table.from_batches([claim.rows]))
+    RecordingWriter(bench.run.samples).add("train", 1, pa.Table.from_batches([claim.rows]))
     bench.store.release(claim)  # the recorder died between writing and ack
 
     bench.start().work()
 
-    assert len(list(bench.run.samples.iterdir())) == 2
+    assert len(list(bench.run.samples.glob("*.parquet"))) == 2
     assert [row["sample_id"][-2:] for row in bench.recorded()] == ["00", "01"]
 
 

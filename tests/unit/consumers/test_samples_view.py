@@ -10,11 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlmq.buffer.recording import Recording
 from rlmq.common.columns import arrow_schema
-from rlmq.common.errors import UsageError
+from rlmq.common.errors import IntegrityError, UsageError
 from rlmq.common.flow import sample_columns, sample_flow
 from rlmq.common.run_folder import RunFolder
-from rlmq.consumers.samples_view import read_samples, sample_files, show_samples
+from rlmq.consumers.samples_view import show_samples
 
 SCHEMA = arrow_schema(sample_columns(sample_flow(["correct", "brevity"])))
 
@@ -90,7 +91,7 @@ def test_parts_and_redelivered_rows_are_read_once_and_the_trained_copy_wins(run:
     write(run, "train-000001-0001.parquet", sample(0, 1.0), sample(2, 3.0))
     write(run, "train-000001-0002.parquet", sample(0, 1.0, advantages=None))
 
-    rows = read_samples(sample_files(run, "train")[1])
+    rows = Recording(run.samples).read(steps=[1]).to_pylist()
 
     assert [row["sample_id"][-2:] for row in rows] == ["00", "01", "02"]
     assert rows[0]["advantages"] == [0.5, 0.5]
@@ -155,7 +156,7 @@ def test_an_unknown_step_names_those_that_there_are(run: RunFolder) -> None:
     for step in (1, 2, 3, 7):
         write(run, f"train-{step:06d}-0000.parquet", sample(0, 1.0, step=step))
 
-    with pytest.raises(UsageError, match=r"got step 5 of table train, expected one of 1 to 3, 7"):
+    with pytest.raises(UsageError, match=r"got no rows of table train and steps \[5\], expected steps 1 to 3, 7"):
         show_samples(run, step=5)
 
 
@@ -163,7 +164,7 @@ def test_a_damaged_file_is_named(run: RunFolder) -> None:
     run.samples.mkdir(parents=True)
     (run.samples / "train-000001-0000.parquet").write_bytes(b"not parquet at all")
 
-    with pytest.raises(UsageError, match=r"train-000001-0000\.parquet.*expected a Parquet file"):
+    with pytest.raises(IntegrityError, match=r"train-000001-0000\.parquet.*expected a Parquet file"):
         show_samples(run)
 
 
@@ -173,5 +174,6 @@ def test_half_written_and_foreign_files_are_not_samples(run: RunFolder) -> None:
     write(run, "train-x.parquet", sample(0, 1.0))
     write(run, "eval-000004.parquet", sample(0, 1.0))
 
-    assert list(sample_files(run, "train")) == [1]
-    assert list(sample_files(run, "eval")) == [4]
+    found = [(one.name, one.first_step) for one in Recording(run.samples).segments("train")]
+    assert found == [("train-000001-0000.parquet", 1)]
+    assert [one.first_step for one in Recording(run.samples).segments("eval")] == [4]
