@@ -12,20 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import torch
 
 from rlmq.buffer.batch_log import BatchEntry, LoggedLoss, Update
 from rlmq.buffer.store import Claim, ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import TRAIN
-from rlmq.common.engines.mesh_groups import training_groups
+from rlmq.common.engines.registry import TRAINING
 from rlmq.common.engines.scoring import ScoringEngine, load_scorer, scorer_config
-from rlmq.common.engines.torch_trainer import TorchEngine
-from rlmq.common.engines.training import LossFunction, LossTerms, MicroBatch, PolicyOutput
+from rlmq.common.engines.training import (
+    LossFunction,
+    LossTerms,
+    MicroBatch,
+    PolicyOutput,
+    TrainingEngine,
+    TrainingSettings,
+)
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, RlmqError
 from rlmq.common.layouts.layout import MeshShape
 from rlmq.common.layouts.weight_sync import WeightSender
 from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
-from rlmq.common.models import load_model
 from rlmq.common.weights import Rendezvous
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
@@ -34,10 +38,10 @@ from rlmq.consumers.reward_figures import reward_figures
 from rlmq.consumers.trainer import Found, Trainer, Work
 
 if TYPE_CHECKING:
-    from rlmq.common.engines.parallel_trainer import ParallelEngine
+    from rlmq.common.engines.decoder_shape import Place
 
 
-class ActorRole(Trainer[TorchEngine]):
+class ActorRole(Trainer[TrainingEngine]):
     """One trainer rank of the policy. Rank 0 alone claims rows and writes the batch log."""
 
     def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
@@ -57,30 +61,36 @@ class ActorRole(Trainer[TorchEngine]):
     def _shape(self) -> MeshShape:
         return self._recipe.placement.actor.mesh
 
-    def _build(self, checkpoint: Path | None) -> TorchEngine:
-        folder = checkpoint or self._model_folder
-        if self._recipe.placement.actor.strategy == "3d":
-            return self._build_parallel(folder)
+    def _build(self, checkpoint: Path | None) -> TrainingEngine:
+        folder, placed = checkpoint or self._model_folder, self._recipe.placement.actor
         if self._algorithm.scorer:
             model = load_scorer(folder, pad_id=self._pad_id, seed=self._recipe.run.seed)
             self._config = scorer_config(model)
             return ScoringEngine(model, self._recipe.train, group=self._mesh.group)
-        model = load_model(folder, torch.float32)
-        temperature = self._recipe.rollout.temperature
-        return TorchEngine(
-            model,
-            self._recipe.train,
-            temperature=temperature,
-            group=self._mesh.group,
-            sharded=self._fully_sharded,
+        options = TRAINING.check(
+            placed.strategy,
+            placed.strategy_options,
+            self._context.recipe_folder,
+            deterministic=self._recipe.deterministic,
         )
+        settings = TrainingSettings(
+            model=str(folder),
+            block=self._recipe.train,
+            temperature=self._recipe.rollout.temperature,
+            rank=self._context.rank,
+            mesh=self._mesh.shape,
+            group=self._mesh.group,
+            part=self._mesh.part,
+            generation=self._generation_places(),
+            folder=self._context.recipe_folder,
+            options=options,
+        )
+        engine: TrainingEngine = TRAINING.find(placed.strategy, self._context.recipe_folder)(settings)
+        return engine
 
-    def _build_parallel(self, folder: str | Path, **how: Any) -> ParallelEngine:
-        from rlmq.common.engines.parallel_trainer import ParallelEngine
-
-        groups = training_groups(self._mesh.shape, self._context.rank, self._mesh.part)
-        temperature = self._recipe.rollout.temperature
-        return ParallelEngine(folder, self._recipe.train, groups, temperature=temperature, **how)
+    def _generation_places(self) -> list[Place] | None:
+        """What every rank generates with; none: the actor's ranks do not generate."""
+        return None
 
     def _tell_durable(self) -> None:
         self._log.tell_durable(self._trained)

@@ -11,13 +11,12 @@ No weights are sent: policy version v is what the ranks hold after step v.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rlmq.buffer.store import ExperienceStore
-from rlmq.common.engines.decoder_shape import generation_places
+from rlmq.common.engines.decoder_shape import Place, generation_places
 from rlmq.common.engines.generation import GenerationEngine
 from rlmq.common.engines.hybrid import Decoding, HybridEngine
 from rlmq.common.engines.mesh_groups import generation_groups
@@ -50,8 +49,8 @@ class HybridActorRole(ActorRole):
         super().__init__(context, store)
         self._hybrid, self._replica = self._switching()
 
-    def _build_parallel(self, folder: str | Path, **how: Any) -> ParallelEngine:
-        return super()._build_parallel(folder, generation=generation_places(self._grouping))
+    def _generation_places(self) -> list[Place]:
+        return generation_places(self._grouping)
 
     def _switching(self) -> tuple[HybridEngine, Mesh]:
         """What switches the layout, and this rank's generation replica."""

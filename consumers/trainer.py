@@ -23,8 +23,7 @@ from rlmq.common.algorithms import algorithm_of
 from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
 from rlmq.common.determinism import require_same_environment
 from rlmq.common.engines.micro_batches import build_micro_batch
-from rlmq.common.engines.torch_trainer import TorchEngine
-from rlmq.common.engines.training import MicroBatch, StepStats
+from rlmq.common.engines.training import MicroBatch, StepStats, TrainingEngine
 from rlmq.common.errors import IntegrityError, UsageError
 from rlmq.common.layouts.layout import MeshShape
 from rlmq.common.models import load_tokenizer, pad_id, resolve_model
@@ -45,7 +44,7 @@ _NO_ENTRY = b"\xc0"  # nil in msgpack
 _GIVE = b"give"  # no entry of the log: rank 0 saves
 _NO_FIGURES = {"tokens", "rows"}
 
-Engine = TypeVar("Engine", bound=TorchEngine)
+Engine = TypeVar("Engine", bound=TrainingEngine)
 Found = tuple[BatchEntry, Batch]
 Work = Callable[[], Mapping[str, float]]
 """Forward and backward of one micro-batch: its metric sums, those of another loss with `TABLE/` before them."""
@@ -78,7 +77,7 @@ class Trainer(Generic[Engine]):
             incarnation=context.incarnation,
             timeout_s=recipe.deadlines.step_s,
             shape=self._shape(),
-            named=self._fully_sharded,
+            named=self._strategy not in ("torch", "3d"),
         )
         self._log = LoggedSteps(
             store, FileBatchLog(context.run.batch_log), self._read, exact=recipe.deterministic, events=context.log
@@ -96,9 +95,9 @@ class Trainer(Generic[Engine]):
         return None
 
     @property
-    def _fully_sharded(self) -> bool:
-        """Whether ranks hold slices of everything (FSDP2)."""
-        return getattr(self._recipe.place_of(self._context.role), "strategy", "torch") == "fsdp"
+    def _strategy(self) -> str:
+        """The training engine's name."""
+        return getattr(self._recipe.place_of(self._context.role), "strategy", "torch")
 
     def _restored(self) -> Engine:
         """The engine at the newest checkpoint, or at the model that training begins with."""
@@ -333,18 +332,18 @@ class Trainer(Generic[Engine]):
 class _Gathered:
     """The engine as rank 0 saves it: of a sharded one, every rank gives its part (see `Trainer._follow`)."""
 
-    def __init__(self, engine: TorchEngine, mesh: Mesh) -> None:
+    def __init__(self, engine: TrainingEngine, mesh: Mesh) -> None:
         self._engine = engine
         self._mesh = mesh
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TorchEngine.shards`; `state` is asked for next."""
+        """See `TrainingEngine.shards`; `state` is asked for next."""
         if self._engine.sharded:
             self._mesh.broadcast(_GIVE)
         return self._engine.shards()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """See `TorchEngine.state`."""
+        """See `TrainingEngine.state`."""
         return self._engine.state()
 
 

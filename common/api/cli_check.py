@@ -142,20 +142,21 @@ def _algorithm_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
 
 
 def _engine_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
-    from rlmq.common.engines.registry import GENERATION
+    from rlmq.common.engines.registry import GENERATION, TRAINING
 
-    recipe = loaded.recipe
-    if "rollout" not in recipe.workers():
-        return
-    rollout = recipe.rollout
+    recipe, folder = loaded.recipe, loaded.folder
+    rollout, actor, roles = recipe.rollout, recipe.placement.actor, recipe.workers()
+    fixed = recipe.deterministic
     try:
-        GENERATION.check(
-            rollout.engine,
-            rollout.engine_options,
-            loaded.folder,
-            deterministic=recipe.deterministic,
-            trains="actor" in recipe.workers(),
-        )
+        if "rollout" in roles:
+            GENERATION.check(
+                rollout.engine, rollout.engine_options, folder, deterministic=fixed, trains="actor" in roles
+            )
+    except RlmqError as error:
+        yield error
+    try:
+        if "actor" in roles:
+            TRAINING.check(actor.strategy, actor.strategy_options, folder, deterministic=fixed)
     except RlmqError as error:
         yield error
 
@@ -176,6 +177,12 @@ def _node_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
         flow_of(loaded.recipe)
     except RlmqError as error:
         yield error
+    for critic in loaded.recipe.critics:
+        try:
+            if critic.role is not None:
+                load_function(critic.role, loaded.folder, subject=f"critics: role of {critic.name}")
+        except RlmqError as error:
+            yield error
     for block in loaded.recipe.nodes:
         try:
             if block.scorer is not None:

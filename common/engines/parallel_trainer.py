@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from rlmq.common.engines.decoder_shape import EMBEDDING, HEAD, CutTensor, DecoderShape, Place, places_of_mesh
-from rlmq.common.engines.mesh_groups import MeshGroups
+from rlmq.common.engines.mesh_groups import MeshGroups, training_groups
 from rlmq.common.engines.parallel_decoder import ParallelDecoder, visible
 from rlmq.common.engines.pipeline import Pipeline
 from rlmq.common.engines.shard_files import read_boxes
@@ -31,7 +31,14 @@ from rlmq.common.engines.shared_prompts import Places, SharingCost, places_of
 from rlmq.common.engines.tensor_parallel import lost
 from rlmq.common.engines.token_logprobs import VocabularyPart, token_logprobs
 from rlmq.common.engines.torch_trainer import TorchEngine
-from rlmq.common.engines.training import LossFunction, LossTerms, MicroBatch, PolicyOutput, StepStats
+from rlmq.common.engines.training import (
+    LossFunction,
+    LossTerms,
+    MicroBatch,
+    PolicyOutput,
+    StepStats,
+    TrainingSettings,
+)
 from rlmq.common.errors import IntegrityError
 from rlmq.common.layouts.layout import Box, Layout
 from rlmq.common.layouts.part import WeightPart, part_of
@@ -346,6 +353,17 @@ class ParallelEngine(TorchEngine):
                 _in(whole, box).copy_(part)
         except RuntimeError as error:
             raise lost(error) from error
+
+
+def make_engine(settings: TrainingSettings) -> ParallelEngine:
+    """The engine `3d`."""
+    return ParallelEngine(
+        settings.model,
+        settings.block,
+        training_groups(settings.mesh, settings.rank, settings.part),
+        temperature=settings.temperature,
+        generation=settings.generation,
+    )
 
 
 def _boxes(layout: Layout, rank: int) -> dict[str, Box]:

@@ -6,6 +6,8 @@
     rollout.engine: sglang            entry point of that name in the group `rlmq.generation_engines`
     rollout.engine: my_engine.py:Make a file beside the recipe
 
+`placement.actor.strategy` names a training engine likewise (group `rlmq.training_engines`).
+
 Whatever the name stands for is called with the engine's settings and gives an engine. It may carry two things: a
 class `Options` (a `Block`: what the recipe's options mean to it) and `deterministic = True` (what it generates
 depends on a chunk alone). Nothing here imports torch: a recipe is checked before any process starts.
@@ -193,5 +195,20 @@ GENERATION = EngineRegistry(
         "sglang": "Install a package that registers it in the entry point group rlmq.generation_engines, name a "
         "file.py:Class of your own, or take vllm",
         "tgi": "Take vllm, or name a file.py:Class of your own",
+    },
+)
+
+TRAINING = EngineRegistry(
+    key="placement.actor.strategy",
+    group="rlmq.training_engines",
+    built_in={
+        "torch": BuiltIn("rlmq.common.engines.torch_trainer:make_engine", deterministic=True),
+        "fsdp": BuiltIn("rlmq.common.engines.torch_trainer:make_sharded_engine", deterministic=True),
+        "3d": BuiltIn("rlmq.common.engines.parallel_trainer:make_engine", deterministic=True),
+    },
+    elsewhere={
+        "megatron": "Install a package that registers it in the entry point group rlmq.training_engines, name a "
+        "file.py:Class of your own, or take 3d",
+        "zero": "Take deepspeed, with strategy_options: {stage: 3}",
     },
 )

@@ -14,9 +14,17 @@ from rlmq.common.engines.fully_sharded import like, shard_fully, whole, whole_by
 from rlmq.common.engines.learning_rate import learning_rate
 from rlmq.common.engines.shared_prompts import Places, places_of, sharing_cost
 from rlmq.common.engines.token_logprobs import token_logprobs
-from rlmq.common.engines.training import LossFunction, LossTerms, MicroBatch, PolicyOutput, StepStats
+from rlmq.common.engines.training import (
+    LossFunction,
+    LossTerms,
+    MicroBatch,
+    PolicyOutput,
+    StepStats,
+    TrainingSettings,
+)
 from rlmq.common.errors import IntegrityError, RestartRequired
 from rlmq.common.layouts.part import WeightPart, own_part
+from rlmq.common.models import load_model
 from rlmq.common.weights import WeightManifest
 
 if TYPE_CHECKING:
@@ -266,6 +274,22 @@ class TorchEngine:
             if f"master.{name}" in state:
                 master.copy_(like(master, state[f"master.{name}"]))
         self._serve_masters()
+
+
+def make_engine(settings: TrainingSettings, *, sharded: bool = False) -> TorchEngine:
+    """The engine `torch`: each rank holds everything."""
+    return TorchEngine(
+        load_model(settings.model, torch.float32),
+        settings.block,
+        temperature=settings.temperature,
+        group=settings.group,
+        sharded=sharded,
+    )
+
+
+def make_sharded_engine(settings: TrainingSettings) -> TorchEngine:
+    """The engine `fsdp`: each rank holds its slice of everything."""
+    return make_engine(settings, sharded=True)
 
 
 def _require_same_tensors(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:

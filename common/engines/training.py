@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlmq.common.layouts.layout import MeshShape
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
+    from rlmq.common.engines.decoder_shape import Place
     from rlmq.common.layouts.part import WeightPart
+    from rlmq.common.recipe.schema import TrainBlock
     from rlmq.common.weights import WeightManifest
 
 
@@ -66,8 +72,48 @@ class StepStats:
     lr: float
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """What a training engine is made from, on one rank.
+
+    Args:
+        model: folder of a Hugging Face model: its configuration and first weights.
+        block: optimizer, schedule, types.
+        temperature: of the sampling distribution that log-probs refer to.
+        rank: of this process, in `mesh`.
+        mesh: all ranks.
+        group: of all ranks; None for one alone. Torch's default group, with other strategies than `torch` and `3d`.
+        part: makes a group of some ranks; all of them ask for it in the same order.
+        generation: what every rank generates with, where the actor's ranks do.
+        folder: the recipe's, for functions that it names.
+        options: the engine's own (its `Options` block), as the recipe has them.
+    """
+
+    model: str
+    block: TrainBlock
+    temperature: float = 1.0
+    rank: int = 0
+    mesh: MeshShape = field(default_factory=MeshShape)
+    group: ProcessGroup | None = None
+    part: Callable[[str, Sequence[int]], ProcessGroup | None] = lambda _name, _ranks: None
+    generation: list[Place] | None = None
+    folder: Path = Path()
+    options: Any = None
+
+
 class TrainingEngine(Protocol):
     """Holds the trained weights and their optimizer on this rank."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds only a part: then `shards`, `part` and `state` are made by all ranks at once."""
+
+    @property
+    def even_passes(self) -> bool:
+        """Whether all ranks must make as many passes; one with fewer micro-batches makes `idle` ones."""
+
+    def idle(self, *, backward: bool) -> None:
+        """A pass that adds nothing."""
 
     def layout(self) -> WeightManifest:
         """Names, shapes and dtypes of the weights as `shards` yields them."""

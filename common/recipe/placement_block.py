@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -29,10 +29,14 @@ class GenerationPlacement(Block):
 class ActorPlacement(RolePlacement):
     """The trainer ranks of the policy: `pp · tp` of them hold the model together; the others are replicas."""
 
-    strategy: Literal["torch", "fsdp", "3d"] = Field(
+    strategy: str = Field(
         default="torch",
-        description="torch: each rank holds the whole model. fsdp: a slice of each weight, its gradient and its "
-        "optimizer state. 3d: the model is cut over pp and tp.",
+        description="Training engine. torch: each rank holds the whole model. fsdp: a slice of each weight, its "
+        "gradient and its optimizer state. 3d: the model is cut over pp and tp. deepspeed: ZeRO. Or a name that an "
+        "installed package registered, or file.py:Class.",
+    )
+    strategy_options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of that engine alone, see docs/engines.md."
     )
     pp: PositiveInt = Field(default=1, description="Pipeline stages (3d).")
     tp: PositiveInt = Field(default=1, description="Tensor ranks of each stage (3d).")
