@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 _PR_SET_PDEATHSIG = 1
 # Fields of /proc/PID/stat after the name.
@@ -55,6 +55,7 @@ def spawn(
     output: IO[bytes] | int = subprocess.DEVNULL,
     errors: IO[bytes] | int | None = subprocess.STDOUT,
     cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a child in a session of its own that dies with the calling thread.
 
@@ -69,6 +70,7 @@ def spawn(
         stderr=errors,
         cwd=cwd,
         start_new_session=True,
+        pass_fds=tuple(pass_fds),
         preexec_fn=_child_setup(),  # noqa: PLW1509 - two system calls, prepared before the fork
     )
 
@@ -84,7 +86,25 @@ def signal_group(process_group: int, signum: int) -> bool:
     return True
 
 
-def reap(child: subprocess.Popen[bytes]) -> int | None:
+class Child(Protocol):
+    """A child process, as `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+
+    @property
+    def returncode(self) -> int | None:
+        """How it ended, as far as that is known."""
+
+    def wait(self) -> int:
+        """Wait for its end."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send it a signal."""
+
+
+def reap(child: Child) -> int | None:
     """The child's return code when it has ended, else None.
 
     What is left of its process group and session (its children, and theirs) is killed first, while the pid cannot

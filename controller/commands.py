@@ -91,6 +91,8 @@ class ProcessSpec:
     argv: tuple[str, ...]
     environment: Mapping[str, str | None]
     reads: tuple[str, ...] = ()
+    forked: bool = False
+    """It is forked from a process that has imported torch already; see `rlmq.controller.fork_server`."""
     joined: bool = False
     """It joined the run later, which goes on without it."""
 
@@ -151,4 +153,6 @@ def joined_specs(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], ru
 
 def _spec(recipe: Recipe, role: str, index: int, argv: tuple[str, ...]) -> ProcessSpec:
     reads = (*READS.get(role, _NODE_READS), "control")
-    return ProcessSpec(role, index, argv, process_environment(recipe, role), reads)
+    placed = recipe.place_of(role)
+    forked = role in COMPUTE_ROLES or getattr(placed, "model", None) is not None
+    return ProcessSpec(role, index, argv, process_environment(recipe, role), reads, forked)

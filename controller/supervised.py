@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import time
 
 from rlmq.common.control import Death
-from rlmq.common.processes import end_family, last_lines, reap, spawn
+from rlmq.common.processes import Child, end_family, last_lines, reap
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.commands import ProcessSpec
+from rlmq.controller.fork_server import Forks
 from rlmq.controller.guard import Guard
 from rlmq.controller.history import History
 from rlmq.controller.restarts import RestartBudget
@@ -21,17 +21,18 @@ _GOOD_LIFE_S = 20.0
 class Supervised:
     """A process of the run, and what it has left of its restarts."""
 
-    def __init__(self, spec: ProcessSpec, run: RunFolder, history: History, guard: Guard) -> None:
+    def __init__(self, spec: ProcessSpec, run: RunFolder, history: History, guard: Guard, forks: Forks) -> None:
         self.spec = spec
         self.log = run.logs / f"{spec.name}.log"
         self.log_from_byte = 0
-        self.child: subprocess.Popen[bytes] | None = None
+        self.child: Child | None = None
         self.start_at_s: float | None = None
         self.left = False
         """It ended by itself, as one does that was told to stop."""
         self.budget = RestartBudget()
         self._history = history
         self._guard = guard
+        self._forks = forks
         self._started_s = 0.0
         self._started_in = 0
         self._killed = ""
@@ -57,7 +58,7 @@ class Supervised:
         self._started_s, self._started_in = time.monotonic(), self._history.step
         with self.log.open("ab") as output:
             self.log_from_byte = output.tell()
-            self.child = spawn(self.spec.argv, env=self.spec.full_environment(), output=output)
+            self.child = self._forks.start(self.spec, output)
         self._guard.watch(self.child.pid)
         self._history.write(self.name, "started", self.child.pid, why=why)
 

@@ -28,6 +28,7 @@ from rlmq.common.errors import ExitCode
 from rlmq.common.processes import cpu_seconds, describe_exit, last_lines, reap
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.commands import ProcessSpec
+from rlmq.controller.fork_server import Forks
 from rlmq.controller.guard import Guard
 from rlmq.controller.history import History
 from rlmq.controller.last_words import failure, how, indented, used_up
@@ -87,6 +88,7 @@ class Supervisor:
         event: told one line about each restart and signal.
         tick: called about four times a second, on the calling thread.
         joined: asked once a second for processes that came to the run; new ones are started.
+        modules: what processes that are forked have imported.
         server_deadline_s: how long the server may take until it answers.
         silence_s: after this, and the time in which a lost server is waited for, a silent controller is replaced.
         patience: limits on the end.
@@ -101,6 +103,7 @@ class Supervisor:
         event: Callable[[str], None] = _nothing,
         tick: Callable[[], None] = _nothing,
         joined: Callable[[], Sequence[ProcessSpec]] = lambda: (),
+        modules: Sequence[str] = (),
         server_deadline_s: float = 60.0,
         silence_s: float = 30.0,
         patience: Patience | None = None,
@@ -116,6 +119,7 @@ class Supervisor:
         self._event = event
         self._tick = tick
         self._joined = joined
+        self._modules = modules
         self._silence_s = silence_s
         self._patience = patience or Patience.within(8.0)
         self._signals: list[int] = []
@@ -131,9 +135,11 @@ class Supervisor:
         Raises:
             RlmqError: the server could not be started; nothing is left running.
         """
+        self._run.logs.mkdir(parents=True, exist_ok=True)
         self._guard = Guard(self._run.sockets)
-        with contextlib.closing(self._guard), self._armed() as wake_fd:
-            self._all = [Supervised(spec, self._run, self._history, self._guard) for spec in self._specs]
+        self._forks = Forks(self._modules, self._run.logs / "fork_server.log", self._event)
+        with contextlib.closing(self._guard), contextlib.closing(self._forks), self._armed() as wake_fd:
+            self._all = [self._supervised(spec) for spec in self._specs]
             self._controller = next(p for p in self._all if p.spec.role == "controller")
             try:
                 self._start_all()
@@ -147,15 +153,19 @@ class Supervisor:
         return {p.name: p.pid for p in self._all if p.pid is not None}
 
     def _start_all(self) -> None:
-        self._run.logs.mkdir(parents=True, exist_ok=True)
         self._history.look()
         if self._server is not None:
             self._start_server(self._server)
             self._server.wait_ready(self._server_deadline_s, stop=lambda: bool(self._signals))
-        for process in self._all:
+        for process in sorted(self._all, key=lambda p: p.spec.forked):
+            if process.spec.forked:
+                self._forks.wait_ready(self._server_deadline_s, stop=lambda: bool(self._signals), tick=self._tick)
             if self._signals:
                 break
             process.start()
+
+    def _supervised(self, spec: ProcessSpec) -> Supervised:
+        return Supervised(spec, self._run, self._history, self._guard, self._forks)
 
     def _supervise(self, wake_fd: int) -> Outcome:
         while True:
@@ -307,7 +317,7 @@ class Supervisor:
         for spec in self._joined():
             if spec.name not in names:
                 self._event(f"{spec.name} joins the run")
-                self._all.append(Supervised(spec, self._run, self._history, self._guard))
+                self._all.append(self._supervised(spec))
                 self._all[-1].start()
 
     def _start_again(self, process: Supervised) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from rlmq.common.processes import signal_group, spawn
 from rlmq.common.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
+from rlmq.compose import PRELOADED
 from rlmq.consumers.file_checkpoints import FileCheckpoints
 from rlmq.controller.addresses import claim_home, write_addresses
 from rlmq.controller.commands import ProcessSpec, joined_specs, process_specs, threads
@@ -75,6 +77,7 @@ def _supervise(loaded: LoadedRecipe, run: RunFolder, server: Server | None, cons
         process_specs(*what),
         joined=lambda: joined_specs(*what),
         server=server,
+        modules=PRELOADED if os.environ.get("RLMQ_FORK_SERVER") != "0" else (),
         event=display.event,
         tick=display.tick,
         server_deadline_s=loaded.recipe.deadlines.start_s,

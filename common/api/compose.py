@@ -39,6 +39,23 @@ ROLES: Mapping[str, str] = {
 """Role → class; each is constructed as `Class(context, store)`."""
 
 _NODE = "rlmq.producers.node:NodeRole"
+PRELOADED = (
+    "torch.distributed",
+    "torch._dynamo",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.modeling_utils",
+    "rlmq.cli",
+    "rlmq.cli_process",
+    "rlmq.common.worker_loop",
+    "rlmq.common.engines.hf",
+    "rlmq.common.engines.torch_trainer",
+    "rlmq.common.models",
+    "rlmq.consumers.actor",
+    "rlmq.producers.rollout",
+)
+"""What processes that run a model have imported when they are forked."""
+
 _CAPACITY_ROWS = 1_000_000
 """The schedule bounds what is in flight; the table's own limit is a fuse."""
 

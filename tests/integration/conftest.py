@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forked_cli import start_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,14 +56,7 @@ class Cli:
         return Finished(process.returncode, out, err)
 
     def start(self, *args: str | Path, cwd: Path | None = None) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rlmq.cli", *map(str, args)],
-            cwd=cwd or self.folder,
-            env=self.environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = start_cli(args, cwd or self.folder, self.environment())
         self._started.append(process)
         return process
 

@@ -65,6 +65,7 @@ def test_the_actor_dies_between_two_things_of_a_step(
     (cli.folder / "code").mkdir()
     (cli.folder / "code" / "sitecustomize.py").write_text(DIES)
     monkeypatch.setenv("PYTHONPATH", str(cli.folder / "code"))
+    monkeypatch.setenv("RLMQ_FORK_SERVER", "0")  # each process has a start of its own
     monkeypatch.setenv("RLMQ_TEST_POINT", point)
     monkeypatch.setenv("RLMQ_TEST_DIED", str(died))
     # when the run is started

@@ -109,6 +109,7 @@ def test_whoever_loops_for_ever_is_named(cli: Any, monkeypatch: pytest.MonkeyPat
     code.write_text(LOOPS)
     monkeypatch.setenv("RLMQ_TEST_LOOP", str(cli.folder / "loop"))
     monkeypatch.setenv("PYTHONPATH", str(code.parent))
+    monkeypatch.setenv("RLMQ_FORK_SERVER", "0")  # each process has a start of its own
     started(cli, "loops")
     processes = look_at(cli.folder / "runs", "loops").evidence.processes
     for name in ("rollout-0", "controller-0"):

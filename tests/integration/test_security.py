@@ -32,15 +32,22 @@ from rlmq.common.run_folder import RunFolder
 AUDIT = """
 import os, sys
 _folder = os.environ["AUDIT_FOLDER"]
-_name = os.path.join(_folder, str(os.getpid()))
-with open("/proc/self/cmdline", "rb") as _line, open(_name + ".armed", "wb") as _armed:
-    _armed.write(_line.read().replace(bytes(1), b" "))
+
+def _mine(ending):
+    return os.path.join(_folder, str(os.getpid()) + ending)
+
+def _arm():
+    with open("/proc/self/cmdline", "rb") as line, open(_mine(".armed"), "wb") as armed:
+        armed.write(line.read().replace(bytes(1), b" "))
 
 def _hook(event, arguments):
-    if event == "pickle.find_class":
-        with open(_name + ".fired", "a") as fired:
+    if event == "rlmq.forked":
+        _arm()
+    elif event == "pickle.find_class":
+        with open(_mine(".fired"), "a") as fired:
             fired.write(f"{arguments}\\n")
 
+_arm()
 sys.addaudithook(_hook)
 """
 ROLES = ("prompts", "rollout", "reward", "reference", "actor", "recorder")

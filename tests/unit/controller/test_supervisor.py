@@ -21,6 +21,7 @@ from rlmq.common.control import Death, Member, Snapshot
 from rlmq.common.errors import DependencyError
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.commands import ProcessSpec
+from rlmq.controller.fork_server import Forks
 from rlmq.controller.guard import Guard
 from rlmq.controller.history import History
 from rlmq.controller.records import read_deaths
@@ -297,6 +298,7 @@ KILLED = """
 import sys, pathlib, json
 from rlmq.common.run_folder import RunFolder
 from rlmq.controller.commands import ProcessSpec
+from rlmq.controller.fork_server import Forks
 from rlmq.controller.server import Server, find_binary
 from rlmq.controller.supervisor import Supervisor
 grand = "import subprocess, time\\nsubprocess.Popen(['sleep', '77'], process_group=0)\\ntime.sleep(77)"
@@ -609,8 +611,8 @@ def test_a_budget_is_whole_again_after_a_good_life(run: RunFolder) -> None:
     # given a worker that has used up its restarts but one
     history = History(run)
     guard = Guard(run.sockets)
-    process = Supervised(program("actor", "pass"), run, history, guard)
     run.logs.mkdir()
+    process = Supervised(program("actor", "pass"), run, history, guard, Forks((), run.logs / "forks.log", print))
     process.budget.spent.extend([time.monotonic()] * 4)
     # when it ends soon after its start, or in the same step, then that counts
     assert process.spend() is not None
