@@ -46,14 +46,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], s
 
 @pytest.fixture(scope="session")
 def third_party(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A package of somebody else's: it registers the engine `plain`, and one that cannot be imported."""
+    """A package of somebody else's: it registers engines called `plain`, and one that cannot be imported."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "acme_plain.py").write_text((HERE / "plain_engine.py").read_text())
+    (folder / "acme_trainer.py").write_text((HERE / "plain_trainer.py").read_text())
     info = folder / "acme_plain-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-plain\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[rlmq.generation_engines]\nplain = acme_plain:PlainEngine\nbroken = acme_plain_gone:Engine\n"
+        "[rlmq.training_engines]\nplain = acme_trainer:PlainTrainer\n"
     )
     sys.path.insert(0, str(folder))
     yield
