@@ -87,6 +87,16 @@ class RunFolder:
     @property
     def nodes(self) -> Path:
         """Items of nodes that joined the run after it began."""
+    @property
+    def fingerprints(self) -> Path:
+        """What each step made of the gradients and the weights, in short (`rlmq.consumers.fingerprints`)."""
+        return self.path / "fingerprints.jsonl"
+
+    @property
+    def source(self) -> Path:
+        """`{"folder": …, "code": …}`: the recipe's folder, and the hash of the user's files that it names."""
+        return self.path / "source.json"
+
         return self.path / "nodes"
 
     @property

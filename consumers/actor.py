@@ -34,6 +34,7 @@ from rlmq.common.weights import Rendezvous
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.common.worker_loop import raise_if_stopping
 from rlmq.consumers.batch import Batch, batch_columns, plan_loss, plan_step, read_batch
+from rlmq.consumers.fingerprints import Fingerprints
 from rlmq.consumers.reward_figures import reward_figures
 from rlmq.consumers.trainer import Found, Trainer, Work
 
@@ -54,9 +55,16 @@ class ActorRole(Trainer[TrainingEngine]):
         )
         self._formed: Found | None = None
         self._prompts: tuple[int, ...] = ()
+        self._fingerprints = Fingerprints(context.run.fingerprints)
         if context.rank == 0:
-            self._tell_durable()
-            self._log.cut_back(self._trained)
+            if self._recipe.record.fingerprints and hasattr(self._engine, "watch"):
+                self._engine.watch = self._fingerprints.watch
+            self._agree_with_server()
+
+    def _agree_with_server(self) -> None:
+        """The server may have come back older than the checkpoint, or than the log."""
+        self._tell_durable()
+        self._log.cut_back(self._trained)
 
     def _shape(self) -> MeshShape:
         return self._recipe.placement.actor.mesh
@@ -163,6 +171,8 @@ class ActorRole(Trainer[TrainingEngine]):
                 work[place] += more
         figures = self._update_all(updates, work, entry.losses)
         self._trained = step
+        if getattr(self._engine, "watch", None) is not None:
+            self._fingerprints.take(step, figures)
         POLICY_VERSION.set(step)
         self._metrics = {**figures, **_described(entry, batch), "train_s": round(time.monotonic() - began, 4)}
         self._warn_of_mismatch(step)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 
 from rlmq.buffer.batch_log import BatchEntry, LoggedLoss, Update
 from rlmq.buffer.file_batch_log import FileBatchLog
-from rlmq.buffer.store import ExperienceStore
+from rlmq.buffer.store import ExperienceStore, RowRange
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
@@ -188,8 +189,9 @@ class Trainer(Generic[Engine]):
         found: dict[str, Batch] = {}
         for (table, ranges), ids in zip(tables_of(entry), logged, strict=True):
             algorithm = self._algorithms[table]
-            needed = batch_columns(algorithm)
-            rows = self._store.read(table, ranges, (*needed, *self._more(table)))
+            heads = self._heads if table == TRAIN else {}
+            needed = batch_columns(algorithm, heads)
+            rows = self._rows(table, ranges, ids, (*needed, *self._more(table)))
             whole = not any(rows.column(name).null_count for name in needed)
             batch = read_batch(rows, algorithm, state if table == TRAIN else {}) if whole else None
             if batch is None or tuple(batch.ids) != ids:
@@ -205,6 +207,12 @@ class Trainer(Generic[Engine]):
 
     def _more(self, table: str) -> tuple[str, ...]:
         """Columns that are read beside those that every row has."""
+    def _rows(
+        self, table: str, ranges: Sequence[RowRange], _ids: Sequence[str], columns: Sequence[str]
+    ) -> pa.RecordBatch:
+        """Columns of logged rows, from where they are held."""
+        return self._store.read(table, ranges, columns)
+
         return figure_columns(self._recipe.reward_names) if table == TRAIN else ()
 
     def _micro_batches(

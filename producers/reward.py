@@ -68,7 +68,7 @@ class RewardRole(Role):
         hashes = [source_hash(spec, context.recipe_folder) for spec in specs if is_spec(spec)]
         self._tag = f"config {recipe_hash(recipe)} functions {' '.join(hashes)}"
         self._groups = GroupStage(context, store, algorithm_of(recipe), f"config {recipe_hash(recipe)}")
-        self._columns = (*_COLUMNS, *_columns_of_nodes(recipe))
+        self._columns = (*_COLUMNS, *columns_of_nodes(recipe))
         self._claim: Claim | None = None
         self._extended_at = 0.0
         self._scoring = ""
@@ -230,7 +230,7 @@ class RewardRole(Role):
             self._context.log.warning("reward.no_verdict", reason=reason)
 
 
-def _columns_of_nodes(recipe: Recipe) -> tuple[str, ...]:
+def columns_of_nodes(recipe: Recipe) -> tuple[str, ...]:
     """What nodes and the reward model write that the reward waits for: its functions get it by name."""
     needs = {column for node in flow_of(recipe) if node.name == _STAGE for column in node.needs}
     written = [*(node.writes for node in recipe.nodes), (LEARNED,)]

@@ -32,6 +32,10 @@ RunOption = Annotated[
 RunArgument = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="Run id, name or folder; default: the newest.")
 ]
+RunAndValues = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RUN] [KEY=VALUE]...", help="The run (default: the newest), and values of its recipe."),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 RunsFolder = Annotated[Path, typer.Option("--folder", help="Folder that holds the runs.")]
 _RUNS = Path("runs")
@@ -135,6 +139,61 @@ def samples(
 
     return samples_command(
         run, folder=folder, step=step, table=table, best=best, worst=worst, random=random, as_json=as_json
+    )
+
+
+@app.command()
+@ends_in_one_message
+def replay(
+    words: RunAndValues = None,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="This step; default: every step.")] = None,
+    loss: Annotated[
+        str | None, typer.Option("--loss", help="Another loss: an algorithm's name, or file.py:function.")
+    ] = None,
+    reward: Annotated[str | None, typer.Option("--reward", help="Another reward, file.py:function.")] = None,
+    max_staleness: Annotated[
+        int | None, typer.Option("--max-staleness", min=0, help="Leave rows out that are older, in versions.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per step.")] = False,
+    folder: RunsFolder = _RUNS,
+) -> int:
+    """Make steps of a run again from its checkpoints, batch log and recording, and compare them with the run.
+
+    With another loss, reward, staleness or KEY=VALUE: the same step by both methods, side by side. Exit 6: a step
+    of a deterministic run came out otherwise; the first tensor that differs is named.
+    """
+    from rlmq.cli_replay import replay_command
+
+    return replay_command(
+        words or [],
+        folder=folder,
+        step=step,
+        loss=loss,
+        reward=reward,
+        max_staleness=max_staleness,
+        as_json=as_json,
+    )
+
+
+@app.command()
+@ends_in_one_message
+def rescore(
+    words: RunAndValues = None,
+    reward: Annotated[str | None, typer.Option("--reward", help="The new reward, file.py:function.")] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Samples of this step; default: all.")] = None,
+    table: Annotated[str, typer.Option("--table", help="train or eval.")] = "train",
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="PLACE", help="Write a recording with the new rewards there.")
+    ] = None,
+    show: Annotated[int, typer.Option("--show", min=0, help="Samples whose reward changes most.")] = 5,
+    as_json: Json = False,
+    folder: RunsFolder = _RUNS,
+) -> int:
+    """Score recorded samples by another reward, or by changed KEY=VALUEs, and compare it with the recorded one."""
+    from rlmq.cli_rescore import rescore_command
+
+    return rescore_command(
+        words or [], folder=folder, reward=reward, step=step, table=table, to=to, show=show, as_json=as_json
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -108,7 +109,10 @@ def start_process(
     store.recover()  # what a killed process of this name held is redelivered now, not when its lease is over
     calls = RedisCalls(redis_url, run_id=run.run_id)
     serve_metrics(role, index, run)
-    same = f"columns {fingerprint(columns)}, rlmq {__version__}, code {code_hash(recipe, recipe_folder)}"
+    code = code_hash(recipe, recipe_folder)
+    if role == "controller":
+        run.source.write_text(json.dumps({"folder": str(recipe_folder), "code": code}) + "\n")
+    same = f"columns {fingerprint(columns)}, rlmq {__version__}, code {code}"
     return Process(recipe, recipe_folder, run, log, store, calls, same)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -48,6 +48,9 @@ class TorchEngine:
         group: process group over which gradients are summed; None for one rank.
         sharded: each rank holds its slice of everything (`fully_sharded`): then `shards`, `state`, `load_state` and
             every pass are made by all ranks at once.
+
+    Attributes:
+        watch: is shown this rank's gradients as they are when the optimizer gets them, and its weights after that.
     """
 
     def __init__(
@@ -64,6 +67,9 @@ class TorchEngine:
         self._temperature = temperature
         self._group = group
         self._updates = 0
+        self.watch: Callable[[Literal["gradient", "weights"], Iterator[tuple[str, torch.Tensor]]], None] | None = (
+            None
+        )
         self.sharded = sharded and group is not None
         self._low_precision = block.dtype == "bfloat16" and not self.sharded
         self.even_passes = self.sharded
@@ -205,6 +211,8 @@ class TorchEngine:
         gradients = [m.grad for m in self._masters if m.grad is not None]
         self._sum_gradients(gradients)
         norm = self._scale_and_clip(gradients, scale)
+        if self.watch is not None:
+            self.watch("gradient", zip(self._names, gradients, strict=True))
         lr = learning_rate(self._updates / (self._block.mini_batches * self._block.epochs), self._block)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = lr
@@ -212,6 +220,8 @@ class TorchEngine:
         self._optimizer.zero_grad(set_to_none=True)
         self._updates += 1
         self._serve_masters()
+        if self.watch is not None:
+            self.watch("weights", zip(self._names, self._masters, strict=True))
         return StepStats(grad_norm=norm, lr=lr)
 
     def _sum_gradients(self, gradients: list[torch.Tensor]) -> None:
