@@ -87,6 +87,8 @@ class RunFolder:
     @property
     def nodes(self) -> Path:
         """Items of nodes that joined the run after it began."""
+        return self.path / "nodes"
+
     @property
     def fingerprints(self) -> Path:
         """What each step made of the gradients and the weights, in short (`rlmq.consumers.fingerprints`)."""
@@ -96,8 +98,6 @@ class RunFolder:
     def source(self) -> Path:
         """`{"folder": …, "code": …}`: the recipe's folder, and the hash of the user's files that it names."""
         return self.path / "source.json"
-
-        return self.path / "nodes"
 
     @property
     def batch_log(self) -> Path:

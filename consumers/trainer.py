@@ -205,14 +205,14 @@ class Trainer(Generic[Engine]):
         own = found.pop(TRAIN)
         return replace(own, losses=found)
 
-    def _more(self, table: str) -> tuple[str, ...]:
-        """Columns that are read beside those that every row has."""
     def _rows(
         self, table: str, ranges: Sequence[RowRange], _ids: Sequence[str], columns: Sequence[str]
     ) -> pa.RecordBatch:
         """Columns of logged rows, from where they are held."""
         return self._store.read(table, ranges, columns)
 
+    def _more(self, table: str) -> tuple[str, ...]:
+        """Columns that are read beside those that every row has."""
         return figure_columns(self._recipe.reward_names) if table == TRAIN else ()
 
     def _micro_batches(

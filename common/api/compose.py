@@ -39,7 +39,6 @@ ROLES: Mapping[str, str] = {
 }
 """Role → class; each is constructed as `Class(context, store)`."""
 
-_NODE = "rlmq.producers.node:NodeRole"
 PRELOADED = (
     "torch.distributed",
     "torch._dynamo",
@@ -57,6 +56,7 @@ PRELOADED = (
 )
 """What processes that run a model have imported when they are forked."""
 
+_NODE = "rlmq.producers.node:NodeRole"
 _CAPACITY_ROWS = 1_000_000
 """The schedule bounds what is in flight; the table's own limit is a fuse."""
 
