@@ -9,6 +9,7 @@
     prompts -> rollout -> reward_model -> reward             where the run trains a reward model
     prompts -> rollout -> reward -> evaluation               table eval
 
+    prompts -> reference -> critic -> actor -> recorder      where recorded rows are trained on again
     prompts -> reference -> actor -> recorder                where the data bring the responses: table train,
                                                              and one table for each item of `losses`
 
@@ -107,7 +108,15 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
         reward=Handing.of(recipe.stages.reward),
         referee=referee,
     )
-    return with_nodes(flow, recipe.nodes)
+    return recorded_flow(flow) if recipe.data.recorded is not None else with_nodes(flow, recipe.nodes)
+
+
+def recorded_flow(flow: Sequence[FlowNode]) -> tuple[FlowNode, ...]:
+    """The flow where recorded rows bring their responses and rewards: what would write these is not there."""
+    brought = ("rollout", "reward_model", "reward", "groups")
+    columns = [replace(c, writer="prompts") for node in flow if node.name in brought for c in node.writes]
+    prompts, *others = (node for node in flow if node.name not in brought)
+    return (replace(prompts, writes=(*prompts.writes, *columns)), *others)
 
 
 def flows_of(recipe: Recipe) -> tuple[tuple[FlowNode, ...], ...]:

@@ -17,10 +17,12 @@ from typing import Any
 import pyarrow as pa
 
 from rlmq.buffer.file_batch_log import FileBatchLog
-from rlmq.buffer.store import ExperienceStore
+from rlmq.buffer.store import ExperienceStore, Facts
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.columns import DATA_COLUMNS, GREEDY, PROMPT_COLUMNS, arrow_schema
+from rlmq.common.flow import flow_of
 from rlmq.common.models import eos_ids, folder_context_length, load_tokenizer, resolve_model
+from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.worker import CallHandler, WorkerContext
 from rlmq.producers.data import Row, load_rows
@@ -33,6 +35,7 @@ from rlmq.producers.prompt_tokens import (
     PreparedResponse,
     prepare_prompts,
 )
+from rlmq.producers.recorded_groups import RecordedGroups
 from rlmq.producers.recorded_rows import load_answered_rows
 from rlmq.producers.response_tokens import ONE, PAIR, responses_of
 
@@ -68,8 +71,13 @@ class PromptsRole:
         self._recipe = recipe
         self._store = store
         self._progress = context.progress
+        self._tag = f"config {recipe_hash(recipe)} seed {recipe.run.seed}"
         self._waits = context.waits
-        self._prompts = load_prompts(recipe, context)
+        self._recorded = (
+            recorded_groups(recipe, context.recipe_folder) if recipe.data.recorded is not None else None
+        )
+        recorded = self._recorded
+        self._prompts = load_prompts(recipe, context) if recorded is None else PromptSets(recorded.prompts, {})
         self._order = self._make_order()
         self._log = FileBatchLog(context.run.batch_log)
         self._measured: MeasuredOrder | None = None
@@ -111,7 +119,7 @@ class PromptsRole:
         train = self._prompts.train
         return {
             "train_prompts": len(train.prompts),
-            "steps": self._order.total_steps(),
+            "steps": (self._recorded and self._recorded.steps) or self._order.total_steps(),
             "prompts": self._order.total_prompts(),
             "skipped": train.skipped,
             "cut": train.cut,
@@ -126,14 +134,33 @@ class PromptsRole:
         """
         step, per_step = int(args["step"]), self._recipe.data.prompts_per_step
         first, count = int(args.get("first", (step - 1) * per_step)), int(args.get("count", per_step))
+        if self._recorded is not None:
+            return self._admit_recorded(self._recorded, step, first, count, int(args.get("after", 0)))
         prompts = [self._prompts.train.prompts[i] for i in self._places(step, first, count)]
         greedy, after = algorithm_of(self._recipe).greedy_baseline, int(args.get("after", 0))
-        for table, loss in self._losses.items() if after == 0 else ():
-            of_data = [loss.rows.prompts[i] for i in loss.order.step_prompts(step)]
-            self._put(table, step, of_data, loss.recipe.algorithm.group_size)
+        self._admit_losses(step, after)
         size = self._recipe.algorithm.group_size
         samples = self._put("train", step, prompts, size, greedy=greedy, after=after)
         return {"samples": samples, "prompts": len(prompts), "greedy": len(prompts) * greedy}
+
+    def _admit_losses(self, step: int, after: int) -> None:
+        for table, loss in self._losses.items() if after == 0 else ():
+            of_data = [loss.rows.prompts[i] for i in loss.order.step_prompts(step)]
+            self._put(table, step, of_data, loss.recipe.algorithm.group_size)
+
+    def _admit_recorded(
+        self, recorded: RecordedGroups, step: int, first: int, count: int, after: int
+    ) -> dict[str, Any]:
+        """Put recorded rows. In the steps that they had there is nothing to add to a step later."""
+        self._admit_losses(step, after)
+        if recorded.steps is None:
+            groups = self._order.prompts_at(first, count)
+        else:
+            groups = recorded.of_step(step) if after == 0 else []
+        chunks = recorded.chunks(step, groups, self._recipe.rollout.batch_size_per_device, after=after)
+        sizes = [len(rows) // max(1, len(set(rows["group_id"].to_pylist()))) for rows in chunks]
+        self._put_chunks("train", step, chunks, sizes, after)
+        return {"samples": sum(rows.num_rows for rows in chunks), "prompts": len(groups), "greedy": 0}
 
     def _places(self, step: int, first: int, count: int) -> list[int]:
         data = self._recipe.data
@@ -184,18 +211,24 @@ class PromptsRole:
         most_rows = self._recipe.rollout.batch_size_per_device
         chunks = chunk_rows(table, step, prompts, group_size, most_rows, greedy=greedy, after=after)
         group_size += greedy
+        self._put_chunks(table, step, chunks, [group_size] * len(chunks), after)
+        return len(prompts) * group_size
+
+    def _put_chunks(
+        self, table: str, step: int, chunks: Sequence[pa.RecordBatch], sizes: Sequence[int], after: int
+    ) -> None:
         last = len(chunks) - 1
-        for number, rows in enumerate(chunks):
+        for number, (rows, size) in enumerate(zip(chunks, sizes, strict=True)):
             self._store.put(
                 table,
                 rows,
                 producer=f"prompts-{table}",
                 sequence=step * _CHUNKS_PER_STEP + after + number,  # no more chunks than prompts
-                group_size=group_size,
+                group_size=size,
+                facts=Facts(tag=self._tag),
                 closes=number == last,
             )
             self._progress()
-        return len(prompts) * group_size
 
 
 def load_prompts(recipe: Recipe, context: WorkerContext) -> PromptSets:
@@ -239,6 +272,15 @@ def load_prompts(recipe: Recipe, context: WorkerContext) -> PromptSets:
     return PromptSets(train(), evaluation)
 
 
+def recorded_groups(recipe: Recipe, folder: Path) -> RecordedGroups:
+    """The recordings of `data.train`, in the columns that the run's rows come with.
+
+    Raises:
+        UsageError: as `RecordedGroups`.
+    """
+    return RecordedGroups(recipe, folder, flow_of(recipe)[0].writes)
+
+
 def answers(recipe: Recipe) -> tuple[str, ...]:
     """Names of the responses that each row of the data brings; () where the policy generates them."""
     if recipe.algorithm.online:
@@ -248,8 +290,13 @@ def answers(recipe: Recipe) -> tuple[str, ...]:
 
 def read_rows(recipe: Recipe, source: str, folder: Path, *, subject: str) -> list[Row]:
     """The rows of a data source of the recipe, as its algorithm needs them; see `load_rows`."""
+    if recipe.data.recorded is not None and recipe.algorithm.online:
+        recorded_groups(recipe, folder)
+        return []
     if names := answers(recipe):
-        return load_answered_rows(source, folder, names, min_reward=recipe.data.min_reward, subject=subject)
+        data = recipe.data
+        least, best = data.min_reward, data.best_of_group
+        return load_answered_rows(source, folder, names, min_reward=least, best_of_group=best, subject=subject)
     return load_rows(source, folder, subject=subject)
 
 

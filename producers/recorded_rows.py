@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from rlmq.common.errors import UsageError
+from rlmq.buffer.recording import Recording
+from rlmq.common.errors import IntegrityError, UsageError
 from rlmq.producers.data import Row, load_rows
 from rlmq.producers.response_tokens import PAIR
 
@@ -17,7 +15,13 @@ _COLUMNS = ("sample_id", "group_id", "prompt_ids", "prompt_text", "response_ids"
 
 
 def load_answered_rows(
-    source: str, folder: Path, names: Sequence[str], *, min_reward: float | None, subject: str
+    source: str,
+    folder: Path,
+    names: Sequence[str],
+    *,
+    min_reward: float | None,
+    best_of_group: bool = False,
+    subject: str,
 ) -> list[Row]:
     """Rows with a prompt and these responses: of a data source as in `load_rows`, or of a folder of recorded rows.
 
@@ -26,19 +30,23 @@ def load_answered_rows(
 
     Args:
         min_reward: recorded rows with less reward, or without, are left out.
+        best_of_group: of each group only the response with the most reward.
 
     Raises:
         UsageError: as `load_rows`; a folder without recorded rows, or nothing left of them.
     """
-    place = folder / Path(source).expanduser()
-    if not place.is_dir():
-        if min_reward is not None:
-            expected = "the folder of a run's samples, since data.min_reward is given"
+    place: str | Path = source if "://" in source else folder / Path(source).expanduser()
+    if isinstance(place, Path) and not place.is_dir():
+        if min_reward is not None or best_of_group:
+            key = "min_reward" if min_reward is not None else "best_of_group"
+            expected = f"the folder of a run's samples, since data.{key} is given"
             raise UsageError(subject, got=repr(source), expected=expected)
         return load_rows(source, folder, subject=subject, needs=("prompt", *names))
     label = f"{subject} ({source})"
     recorded = _recorded(place, label)
     kept = [row for row in recorded if _at_least(row["reward"], min_reward)]
+    if best_of_group:
+        kept = [max(members, key=lambda row: row["reward"]) for members in _groups(kept)]
     rows = _pairs(kept) if tuple(names) == PAIR else [_row(one, {"response": one}) for one in kept]
     if not rows:
         expected = "groups with different rewards" if tuple(names) == PAIR else "rows of at least data.min_reward"
@@ -46,33 +54,36 @@ def load_answered_rows(
     return rows
 
 
-def _recorded(place: Path, label: str) -> list[Row]:
+def _recorded(place: str | Path, label: str) -> list[Row]:
     """Rows of `train` with a response, by sample id, each once."""
-    files = sorted(place.glob("train-*.parquet"))
-    found: dict[str, Row] = {}
-    for path in files:
-        try:
-            table = pq.read_table(path)
-            rows = table.select([*_COLUMNS, *(["reward"] if "reward" in table.column_names else [])]).to_pylist()
-        except (OSError, pa.ArrowException, KeyError) as error:
-            raise UsageError(label, got=f"{path.name}: {error}", expected="recorded rows") from error
-        found.update({row["sample_id"]: {"reward": None, **row} for row in rows if row["response_ids"]})
+    try:
+        table = Recording(place).read("train")
+        names = [name for name in (*_COLUMNS, "reward") if name in table.column_names or name != "reward"]
+        rows = table.select(names).to_pylist()
+    except (IntegrityError, KeyError) as error:
+        raise UsageError(label, got=str(error), expected="recorded rows") from error
+    found = [{"reward": None, **row} for row in rows if row["response_ids"]]
     if not found:
-        raise UsageError(label, got=f"{len(files)} files train-*.parquet, no response", expected="a run's samples")
-    return [found[name] for name in sorted(found)]
+        raise UsageError(label, got=f"{len(rows)} rows, no response", expected="a run's samples")
+    return found
 
 
 def _pairs(rows: Sequence[Row]) -> list[Row]:
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["reward"] is not None:
-            groups.setdefault(row["group_id"], []).append(row)
     pairs = []
-    for members in groups.values():
+    for members in _groups(rows):
         best, worst = max(members, key=lambda row: row["reward"]), min(members, key=lambda row: row["reward"])
         if best["reward"] > worst["reward"]:
             pairs.append(_row(best, {"chosen": best, "rejected": worst}))
     return pairs
+
+
+def _groups(rows: Sequence[Row]) -> Iterable[list[Row]]:
+    """Rows with a reward, by group."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["reward"] is not None:
+            groups.setdefault(row["group_id"], []).append(row)
+    return groups.values()
 
 
 def _row(of: Row, responses: Mapping[str, Row]) -> Row:

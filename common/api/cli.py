@@ -175,6 +175,33 @@ def replay(
     )
 
 
+@app.command("train-offline")
+@ends_in_one_message
+def train_offline(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECORDING... RECIPE [KEY=VALUE]...",
+            help="Runs, or places of recordings (each may end with :WEIGHT); a recipe; values that replace its.",
+            show_default=False,
+        ),
+    ],
+    order: Annotated[
+        str, typer.Option("--order", help="groups: in the order of the data; steps: as the recorded run's steps.")
+    ] = "groups",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run instead of continuing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what each process would read.")] = False,
+    folder: RunsFolder = _RUNS,
+) -> int:
+    """Train on recordings by any algorithm: no rollout workers, no rewards are computed.
+
+    The run is called NAME-offline. With --order steps and the recipe of the recorded run, it ends with its weights.
+    """
+    from rlmq.cli_offline import offline_command
+
+    return offline_command(words, folder=folder, order=order, fresh=fresh, dry_run=dry_run)
+
+
 @app.command()
 @ends_in_one_message
 def rescore(

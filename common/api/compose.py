@@ -149,7 +149,7 @@ def role_class(role: str, process: Process) -> Callable[..., Role]:
         found = load_function(node.function, process.recipe_folder, subject=f"node {role}")
         if isinstance(found, type) and hasattr(found, "work"):
             return found
-    if role == "actor" and process.recipe.placement.actor.hybrid:
+    if role == "actor" and process.recipe.placement.actor.hybrid and process.recipe.data.recorded is None:
         return _hybrid_actor
     module, _, name = ROLES.get(role, _NODE).partition(":")
     made: Callable[..., Role] = getattr(importlib.import_module(module), name)

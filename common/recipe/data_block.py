@@ -51,7 +51,16 @@ class DataBlock(Block):
 
     train: str | dict[str, str] = Field(
         description="Prompts: .jsonl, .parquet, or file.py:function returning a list of rows; where they bring "
-        "their responses, also the folder of a run's samples. Or a mapping of names to such sets, see mixture."
+        "their responses, also a recording: the folder of a run's samples, or its URL. Or a mapping of names to "
+        "such sets, see mixture."
+    )
+    recorded: Literal["groups", "steps"] | None = Field(
+        default=None,
+        description="Train on the recordings in data.train and generate nothing: groups in the order of the data, "
+        "or in each step the rows that the recorded run had in it.",
+    )
+    best_of_group: bool = Field(
+        default=False, description="Of each recorded group only the response with the most reward (sft: best of n)."
     )
     mixture: tuple[MixtureBlock, ...] = Field(
         default=(), description="Weights of the training sets by step (a curriculum); none: all prompts alike."
@@ -81,6 +90,12 @@ class DataBlock(Block):
         if sets == {}:
             raise ValueError("at least one set, or none at all")
         return sets
+
+    @model_validator(mode="after")
+    def _recorded_alone(self) -> DataBlock:
+        if self.recorded is not None and (self.eval is not None or self.difficulty.window is not None):
+            raise ValueError("recorded: no eval and no difficulty.window, since nothing is generated")
+        return self
 
     @model_validator(mode="after")
     def _mixture_of_sets(self) -> DataBlock:

@@ -134,7 +134,7 @@ def test_a_recording_with_nothing_to_learn_from_is_refused(recording: Path) -> N
     with pytest.raises(UsageError, match="none among 7 recorded rows"):
         load_answered_rows("samples", recording, ONE, min_reward=2.0, subject="data.train")
     (recording / "empty").mkdir()
-    with pytest.raises(UsageError, match="0 files"):
+    with pytest.raises(UsageError, match="no rows of table train"):
         load_answered_rows("empty", recording, ONE, min_reward=None, subject="data.train")
 
 
