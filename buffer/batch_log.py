@@ -46,10 +46,11 @@ class BatchEntry(msgspec.Struct, frozen=True):
     `rows` are sample ids in training order; `ranges` say where the store holds them, in claim order.
     `updates` are its optimizer steps (passes times mini-batches). `policy_version` is the version that the
     step makes; `behaviour_versions` are the least and greatest version that generated its tokens. `state` is what
-    the algorithm carries to the next step, `figures` what it tells of this one; `critic_updates` are the critic's.
+    the algorithm carries to the next step, `figures` what it tells of this one; `beside` are the steps of
+    those who learn beside the actor, by role.
     `prompts`: how many were admitted at first and by each refill, where others come for groups that were dropped.
     `rewards` are those of the rows, where prompts are taken by them (`data.difficulty`).
-    `losses` are the other losses of the updates; `reward_model_updates` are those of the run's reward model.
+    `losses` are the other losses of the updates.
     """
 
     step: int
@@ -61,11 +62,10 @@ class BatchEntry(msgspec.Struct, frozen=True):
     seed: int
     state: dict[str, float] = {}
     figures: dict[str, float] = {}
-    critic_updates: tuple[Update, ...] = ()
+    beside: dict[str, tuple[Update, ...]] = {}
     prompts: tuple[int, ...] = ()
     rewards: tuple[float, ...] = ()
     losses: tuple[LoggedLoss, ...] = ()
-    reward_model_updates: tuple[Update, ...] = ()
 
 
 class BatchLog(Protocol):

@@ -73,9 +73,9 @@ def reward_columns(names: Iterable[str], *, cost: bool = False) -> tuple[Column,
     )
 
 
-def critic_columns(names: Iterable[str]) -> tuple[Column, ...]:
-    """One value per response token for each head of the critic: `values`, `cost_values`."""
-    return tuple(Column(name, _FLOATS, "critic") for name in names)
+def critic_columns(names: Iterable[str], critic: str = "critic") -> tuple[Column, ...]:
+    """One value per response token for each head of a critic: `values`, `cost_values`."""
+    return tuple(Column(name, _FLOATS, critic) for name in names)
 
 
 LEARNED = "learned_reward"

@@ -17,11 +17,12 @@ OBEYED = "control"
 Verb = Literal["pause", "resume", "drain", "stop", "set"]
 
 TRAINERS = ("critic", "reward_model", "actor")
-"""Roles whose weights are trained. All but the actor learn from the steps that it logs."""
+"""Roles whose weights are trained, beside the items of `critics`. All but the actor learn from the steps that it
+logs."""
 
 FIXED = frozenset({"prompts", "recorder", *TRAINERS})
-"""Roles whose workers are all needed. Those of every other role, the user's nodes included, may come and go
-while the run goes on, as long as one is there; also beyond `placement.ROLE.workers`."""
+"""Roles whose workers are all needed, as those of the items of `critics`. Those of every other role, the user's
+nodes included, may come and go while the run goes on, as long as one is there; also beyond their `workers`."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):

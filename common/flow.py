@@ -18,8 +18,9 @@ No node is wired to another one: a row is ready for a node when the columns are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from rlmq.common.columns import (
@@ -35,6 +36,8 @@ from rlmq.common.columns import (
     group_columns,
     reward_columns,
 )
+from rlmq.common.critics import critic_heads, members
+from rlmq.common.errors import UsageError
 
 if TYPE_CHECKING:
     from rlmq.common.algorithms.algorithm import Algorithm
@@ -100,7 +103,7 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
         cost=recipe.has_cost,
         actor_needs=algorithm.needs,
         reference=algorithm.needs_reference,
-        critics=algorithm.critics,
+        critics=critic_heads(recipe, algorithm.critics),
         groups=algorithm.group_columns,
         generator="actor" if recipe.placement.actor.hybrid else "rollout",
         learned=recipe.reward_model.learns is not None,
@@ -145,7 +148,7 @@ def sample_flow(
     cost: bool = False,
     actor_needs: Sequence[str] = ("reward",),
     reference: bool = False,
-    critics: Sequence[str] = (),
+    critics: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     groups: Sequence[str] = (),
     generator: str = "rollout",
     learned: bool = False,
@@ -160,7 +163,7 @@ def sample_flow(
         cost: whether some of them are costs, whose sum is the column `cost`.
         actor_needs: columns without which the algorithm cannot train on a row; none: there is no actor.
         reference: whether a reference policy scores the rows of `train`.
-        critics: columns that the critic writes (`values`); none: there is no critic.
+        critics: see `rlmq.common.critics.Heads`; none: there is no critic.
         groups: columns that are made of whole scored groups; none: no stage judges groups.
         generator: the role that generates.
         learned: whether the run trains a reward model.
@@ -187,11 +190,14 @@ def sample_flow(
         actor_needs = (*actor_needs, "kept")
     if reference:
         nodes.append(_reference(referee))
-    if critics:
-        nodes.append(FlowNode("critic", "critic", ("response_ids",), critic_columns(critics), (TRAIN,)))
+    for name, columns in critics.items():
+        if name in (node.name for node in nodes) or name in ("actor", "recorder", "evaluation"):
+            raise UsageError("critics", got=f"the name {name!r}", expected="one that no other role has")
+        nodes.append(FlowNode(name, name, ("response_ids",), critic_columns(columns, name), (TRAIN,)))
     if actor_needs:
-        needs = tuple(actor_needs)
-        nodes.append(FlowNode("actor", "actor", needs, actor_columns(critics), (TRAIN,), scope="batch"))
+        values = members(critics)
+        needs = tuple(column for need in actor_needs for column in values.get(need, [need]))
+        nodes.append(FlowNode("actor", "actor", needs, actor_columns(values), (TRAIN,), scope="batch"))
     return (
         *nodes,
         FlowNode("recorder", "recorder", (), tables=(TRAIN,), ended=True),

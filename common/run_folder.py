@@ -74,15 +74,13 @@ class RunFolder:
         """`checkpoints/step-000012/` in the Hugging Face layout."""
         return self.path / "checkpoints"
 
-    @property
-    def critic_checkpoints(self) -> Path:
-        """Those of the critic, with its heads in the place of the model's own."""
-        return self.path / "critic_checkpoints"
+    def checkpoints_of(self, role: str) -> Path:
+        """`critic_checkpoints/`: those of a role that learns beside the actor.
 
-    @property
-    def reward_model_checkpoints(self) -> Path:
-        """Those of the reward model that the run trains: sequence classifiers with one label."""
-        return self.path / "reward_model_checkpoints"
+        A critic has its heads in the place of the model's own; a reward model is a sequence classifier with one
+        label.
+        """
+        return self.path / f"{role}_checkpoints"
 
     @property
     def nodes(self) -> Path:

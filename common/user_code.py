@@ -1,4 +1,4 @@
-"""The user's own Python: `file.py:function`, imported by path.
+"""The user's own Python: `file.py:function`, imported by path, or `package.module:function`, as installed.
 
 User code travels as a file, never as an object. A relative file is looked up beside the recipe (see
 `rlmq.common.recipe.load`); its siblings can be imported from it as from a script.
@@ -26,21 +26,51 @@ MAIN = "__main__"
 
 
 def split_spec(spec: str, *, subject: str) -> tuple[str, str]:
-    """`"rewards.py:correct"` as `("rewards.py", "correct")`.
+    """`"rewards.py:correct"` as `("rewards.py", "correct")`, `"my.rewards:correct"` as `("my.rewards", "correct")`.
 
     Raises:
         UsageError: another form.
     """
-    file, colon, function = spec.rpartition(":")
-    if not colon or not file.endswith(".py") or not function.isidentifier():
+    if not is_spec(spec):
         raise UsageError(subject, got=repr(spec), expected="file.py:function", remedy=_spec_remedy(spec))
+    file, _, function = spec.rpartition(":")
     return file, function
 
 
 def is_spec(text: str) -> bool:
-    """Whether the text has the form `file.py:function`."""
+    """Whether the text has the form `file.py:function` or `package.module:function`."""
     file, _, function = text.rpartition(":")
-    return file.endswith(".py") and function.isidentifier()
+    return function.isidentifier() and (file.endswith(".py") or _is_module(file))
+
+
+def is_file_spec(text: str) -> bool:
+    """Whether the text has the form `file.py:function`."""
+    return is_spec(text) and not _is_module(text.rpartition(":")[0])
+
+
+def _is_module(name: str) -> bool:
+    """A dot is part of it: a bare word before a colon is something else, in most places."""
+    return "." in name and not name.endswith(".py") and all(part.isidentifier() for part in name.split("."))
+
+
+def source_file(spec: str, folder: Path, *, subject: str) -> Path:
+    """The file that holds the function.
+
+    Raises:
+        UsageError: another form, or no such file or module.
+    """
+    file, _ = split_spec(spec, subject=subject)
+    if not _is_module(file):
+        return find_beside(file, folder, subject=subject).resolve()
+    try:
+        found = importlib.util.find_spec(file)
+    except (ImportError, ValueError):  # a package on the way to it
+        found = None
+    if found is None or found.origin is None:
+        raise UsageError(
+            subject, got=f"no module {file}", expected="one that can be imported", remedy="Or name a file"
+        )
+    return Path(found.origin)
 
 
 def spec_of(function: Callable[..., Any], *, subject: str) -> str:
@@ -72,7 +102,7 @@ def load_function(spec: str, folder: Path, *, subject: str) -> Callable[..., Any
     """Import `file.py` by path and return its function.
 
     Args:
-        spec: `file.py:function`; the file absolute or relative to `folder`.
+        spec: `file.py:function`, the file absolute or relative to `folder`; or `package.module:function`.
         folder: the recipe's folder.
         subject: what the function is for (`"reward.0.function"`), the beginning of error messages.
 
@@ -82,10 +112,11 @@ def load_function(spec: str, folder: Path, *, subject: str) -> Callable[..., Any
     """
     file, name = split_spec(spec, subject=subject)
     if name == MAIN:
-        path = find_beside(file, folder, subject=subject).resolve()
+        path = source_file(spec, folder, subject=subject)
         _make_siblings_importable(path.parent)
         return partial(run_script, path)
-    module = load_module(find_beside(file, folder, subject=subject), subject=subject)
+    path = source_file(spec, folder, subject=subject)
+    module = _installed(file, path, subject) if _is_module(file) else load_module(path, subject=subject)
     function = getattr(module, name, None)
     if callable(function):
         found: Callable[..., Any] = function
@@ -104,14 +135,20 @@ def load_function(spec: str, folder: Path, *, subject: str) -> Callable[..., Any
     )
 
 
+def _installed(name: str, path: Path, subject: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # whatever the module does when imported
+        raise user_error(error, path, subject=subject) from error
+
+
 def source_hash(spec: str, folder: Path) -> str:
     """16 hex digits of the file that holds the function, so that processes and resumed runs notice a change.
 
     Raises:
         UsageError: another form, or no such file.
     """
-    file, _ = split_spec(spec, subject=spec)
-    return _digest(find_beside(file, folder, subject=spec).read_bytes())
+    return _digest(source_file(spec, folder, subject=spec).read_bytes())
 
 
 def user_error(error: BaseException, path: Path, *, subject: str) -> UsageError:

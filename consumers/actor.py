@@ -219,7 +219,7 @@ class ActorRole(Trainer[TrainingEngine]):
         if claims is None:
             return None
         claim, state = claims[TRAIN], self._log.state_before(step)
-        batch = read_batch(claim.rows, self._algorithm, state)
+        batch = read_batch(claim.rows, self._algorithm, state, self._heads)
         others = {t: read_batch(one.rows, self._algorithms[t], {}) for t, one in claims.items() if t != TRAIN}
         batch = replace(batch, losses=others)
         entry = self._planned(step, batch, claims, update=update)
@@ -281,7 +281,8 @@ class ActorRole(Trainer[TrainingEngine]):
         Rows that a killed actor had claimed come back when its lease expires.
         """
         seen: TableCounts | None = None
-        columns = (*batch_columns(self._algorithms[table]), *self._more(table))
+        heads = self._heads if table == TRAIN else {}
+        columns = (*batch_columns(self._algorithms[table], heads), *self._more(table))
         moved_at = time.monotonic()
         while time.monotonic() - moved_at < self._recipe.deadlines.step_s:
             self._store.expire()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from rlmq.buffer.batch_log import BatchEntry, LoggedLoss, LoggedRange, Update
 from rlmq.buffer.store import RowRange
 from rlmq.common.algorithms.algorithm import Algorithm, Estimates, Floats, ScoredBatch
 from rlmq.common.columns import actor_columns, arrow_schema, returns_column
+from rlmq.common.critics import Heads, critic_heads, mean_values, members
 from rlmq.common.engines.micro_batches import plan_micro_batches
+from rlmq.common.recipe.critic_block import CriticBlock
 from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.schema import Recipe, TrainBlock
 from rlmq.consumers.labels import learned_units
@@ -68,13 +71,20 @@ class Batch:
         return pa.RecordBatch.from_pydict(found, schema=schema)
 
 
-def batch_columns(algorithm: Algorithm) -> tuple[str, ...]:
-    """Columns that a trainer reads."""
+def batch_columns(algorithm: Algorithm, heads: Heads = MappingProxyType({})) -> tuple[str, ...]:
+    """Columns that a trainer reads; `heads` are those of the run's critics."""
     own = COLUMNS if "reward" in algorithm.needs else _OF_EVERY_ROW
-    return (*own, *(name for name in algorithm.needs if name not in own))
+    values = members(heads)
+    needs = (column for name in algorithm.needs for column in values.get(name, [name]))
+    return (*own, *(name for name in needs if name not in own))
 
 
-def read_batch(rows: pa.RecordBatch, algorithm: Algorithm, state: Mapping[str, float]) -> Batch:
+def read_batch(
+    rows: pa.RecordBatch,
+    algorithm: Algorithm,
+    state: Mapping[str, float],
+    heads: Heads = MappingProxyType({}),
+) -> Batch:
     """Sort rows by sample id and compute their advantages; `state` is the algorithm's after the step before."""
     data: dict[str, list[Any]] = rows.to_pydict()
     order = np.argsort(np.array(data["sample_id"]), kind="stable")
@@ -83,6 +93,8 @@ def read_batch(rows: pa.RecordBatch, algorithm: Algorithm, state: Mapping[str, f
     masks = [np.array(mask, dtype=np.bool_) for mask in found["loss_mask"]]
     extra = {name: values for name, values in found.items() if name not in COLUMNS}
     scored = {name: _arrays(extra.get(name, found.get(name, []))) for name in (*extra, "rollout_logprobs")}
+    means = {head: mean_values([scored[name] for name in names]) for head, names in members(heads).items()}
+    scored |= means if order.size else {}
     estimates = algorithm.estimate(ScoredBatch(rewards, found["group_id"], masks, scored, state))
     return Batch(
         order=order,
@@ -130,9 +142,8 @@ def plan_step(
         seed=recipe.run.seed,
         state=dict(batch.estimates.state),
         figures=dict(batch.estimates.metrics),
-        critic_updates=tuple(_critic_updates(batch, step, recipe)) if algorithm.critics else (),
+        beside=dict(_beside(batch, step, recipe, algorithm)),
         rewards=tuple(batch.rewards.tolist()) if recipe.data.difficulty.window is not None else (),
-        reward_model_updates=tuple(_reward_model_updates(batch, step, recipe)),
     )
 
 
@@ -177,22 +188,27 @@ def _updates(
     return _planned(batch, step, recipe, recipe.train, units, denominators, world_size, parts=parts)
 
 
-def _critic_updates(batch: Batch, step: int, recipe: Recipe) -> list[Update]:
-    """The critic's loss is a mean over all counted tokens."""
+def _beside(
+    batch: Batch, step: int, recipe: Recipe, algorithm: Algorithm
+) -> Iterator[tuple[str, tuple[Update, ...]]]:
+    """The optimizer steps of those who learn beside the actor."""
+    for role in critic_heads(recipe, algorithm.critics):
+        block = recipe.own_critic(role)
+        placed = block or recipe.placement.critic
+        yield role, tuple(_critic_updates(batch, step, recipe, block or recipe.critic, placed.workers))
+    if recipe.reward_model.learns is not None:
+        yield "reward_model", tuple(_reward_model_updates(batch, step, recipe))
+
+
+def _critic_updates(batch: Batch, step: int, recipe: Recipe, block: CriticBlock, workers: int) -> list[Update]:
+    """A critic's loss is a mean over all counted tokens."""
     counted = batch.counted
 
     def denominators(rows: Sequence[int]) -> tuple[float, ...]:
         return (float(max(1, sum(int(counted[i]) for i in rows))),)
 
-    return _planned(
-        batch,
-        step,
-        recipe,
-        recipe.critic.training(recipe.train),
-        _units(batch, 1),
-        denominators,
-        recipe.placement.critic.workers,
-    )
+    train = block.training(recipe.train)
+    return _planned(batch, step, recipe, train, _units(batch, 1), denominators, workers)
 
 
 def _reward_model_updates(batch: Batch, step: int, recipe: Recipe) -> list[Update]:

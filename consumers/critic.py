@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlmq.buffer.batch_log import BatchEntry, Update
+from rlmq.buffer.batch_log import Update
 from rlmq.buffer.store import ExperienceStore
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.algorithms.algorithm import Floats
 from rlmq.common.columns import critic_columns
-from rlmq.common.engines.training import MicroBatch
+from rlmq.common.critics import critic_heads
+from rlmq.common.engines.training import LossTerms, MicroBatch
 from rlmq.common.engines.value_trainer import ValueEngine
 from rlmq.common.models import load_model
 from rlmq.common.worker import WorkerContext
@@ -31,15 +32,18 @@ class CriticRole(LoggedTrainer[ValueEngine]):
     """A critic, whose values are those of the state before each token."""
 
     def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
-        recipe, folder = context.recipe, context.run.critic_checkpoints
-        columns = critic_columns(algorithm_of(recipe).critics)
-        super().__init__(context, store, recipe.critic.model or recipe.model, folder, (TRAIN,), columns)
+        recipe = context.recipe
+        block = recipe.own_critic(context.role) or recipe.critic
+        self._block = block.training(recipe.train)
+        self._heads_of = critic_heads(recipe, algorithm_of(recipe).critics)[context.role]
+        columns = critic_columns(self._heads_of, context.role)
+        super().__init__(context, store, block.model or recipe.model, (TRAIN,), columns)
 
     def _build(self, checkpoint: Path | None) -> ValueEngine:
         engine = ValueEngine(
             load_model(self._model_folder, torch.float32),
-            self._recipe.critic.training(self._recipe.train),
-            self._algorithm.critics,
+            self._block,
+            tuple(self._heads_of),
             group=self._mesh.group,
         )
         if checkpoint is not None:
@@ -49,28 +53,31 @@ class CriticRole(LoggedTrainer[ValueEngine]):
     def _scores(self, batch: MicroBatch) -> Mapping[str, Any]:
         return self._engine.values(batch)
 
-    def _updates(self, entry: BatchEntry) -> tuple[Update, ...]:
-        return entry.critic_updates
-
     def _work_on(self, batch: Batch, updates: Sequence[Update]) -> list[list[Work]]:
         columns: dict[str, Sequence[Any]] = {}
-        for head in self._algorithm.critics:
-            columns[f"old_{head}"], columns[f"returns_{head}"] = batch.columns[head], batch.estimates.returns[head]
-        learn = partial(self._engine.accumulate_values, loss=self._algorithm.value_loss)
+        for name, head in self._heads_of.items():
+            columns[f"old_{name}"], columns[f"returns_{name}"] = batch.columns[name], batch.estimates.returns[head]
+        learn = partial(self._engine.accumulate_values, loss=self.loss)
         shares = self._micro_batches(batch, columns, updates)
         return [[partial(learn, micro) for micro in share] for share in shares]
 
+    def loss(self, values: Mapping[str, torch.Tensor], batch: MicroBatch) -> LossTerms:
+        """See `Algorithm.value_loss`; a role of your own may have another one."""
+        return self._algorithm.value_loss(values, batch)
+
     def _described(self, batch: Batch, figures: Mapping[str, float]) -> dict[str, float]:
         """Of each head also: the mean of its values, and the share of the returns' variance that they explain."""
-        told = {_TOLD.get(name, name): value for name, value in figures.items()}
+        own = self._recipe.own_critic(self._context.role) is not None
+        told = dict(figures) if own else {_TOLD.get(name, name): value for name, value in figures.items()}
         masks = [np.array(mask, dtype=np.bool_) for mask in batch.loss_masks]
-        for head, returns in batch.estimates.returns.items():
+        for name, head in self._heads_of.items():
+            returns = batch.estimates.returns[head]
             wanted = np.concatenate([row[mask] for row, mask in zip(returns, masks, strict=True)])
-            values = [np.array(row, dtype=np.float64) for row in batch.columns[head]]
+            values = [np.array(row, dtype=np.float64) for row in batch.columns[name]]
             old = np.concatenate([row[mask] for row, mask in zip(values, masks, strict=True)])
             told[f"{head.removesuffix('s')}_mean"] = float(old.mean()) if old.size else 0.0
             told[f"{head.removesuffix('values')}explained_variance"] = explained_variance(old, wanted)
-        return told
+        return {f"{self._context.role}_{name}": value for name, value in told.items()} if own else told
 
 
 def explained_variance(values: Floats, returns: Floats) -> float:

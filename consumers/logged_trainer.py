@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-from rlmq.buffer.batch_log import BatchEntry, Update
+from rlmq.buffer.batch_log import Update
 from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.response_scoring import ResponseScoring
 from rlmq.buffer.store import ExperienceStore, Facts
@@ -41,11 +40,10 @@ class LoggedTrainer(Trainer[Engine]):
         context: WorkerContext,
         store: ExperienceStore,
         model: str,
-        checkpoints: Path,
         tables: Sequence[str],
         columns: Sequence[Column],
     ) -> None:
-        super().__init__(context, store, model, checkpoints)
+        super().__init__(context, store, model, context.run.checkpoints_of(context.role))
         self._too_early = False
         config = recipe_hash(context.recipe)
         self._scoring = ResponseScoring(
@@ -82,10 +80,6 @@ class LoggedTrainer(Trainer[Engine]):
 
     def _scores(self, batch: MicroBatch) -> Mapping[str, Any]:
         """What is written, by column; without gradient."""
-        raise NotImplementedError
-
-    def _updates(self, entry: BatchEntry) -> tuple[Update, ...]:
-        """Its own optimizer steps of a logged step."""
         raise NotImplementedError
 
     def _work_on(self, batch: Batch, updates: Sequence[Update]) -> list[list[Work]]:
@@ -151,7 +145,7 @@ class LoggedTrainer(Trainer[Engine]):
         if found is None:
             return False
         entry, batch = found
-        updates = self._for_this_mesh(self._updates(entry), step)
+        updates = self._for_this_mesh(entry.beside.get(self._context.role, ()), step)
         figures = self._update_all(updates, self._work_on(batch, updates))
         self._trained = step
         seconds = {f"{self._context.role}_train_s": round(time.monotonic() - began, 4)}

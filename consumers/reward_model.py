@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlmq.buffer.batch_log import BatchEntry, Update
+from rlmq.buffer.batch_log import Update
 from rlmq.buffer.store import ExperienceStore
 from rlmq.common.algorithms.reward_model import RewardModel
 from rlmq.common.columns import LEARNED, LEARNED_COLUMNS
@@ -28,9 +28,9 @@ class RewardModelRole(LoggedTrainer[ScoringEngine]):
     """A language model with a head of one number, read at the last token of prompt and response."""
 
     def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
-        recipe, folder = context.recipe, context.run.reward_model_checkpoints
+        recipe = context.recipe
         self._block = recipe.reward_model
-        super().__init__(context, store, self._block.model or recipe.model, folder, BOTH, LEARNED_COLUMNS)
+        super().__init__(context, store, self._block.model or recipe.model, BOTH, LEARNED_COLUMNS)
 
     def _build(self, checkpoint: Path | None) -> ScoringEngine:
         model = load_scorer(checkpoint or self._model_folder, pad_id=self._pad_id, seed=self._recipe.run.seed)
@@ -39,9 +39,6 @@ class RewardModelRole(LoggedTrainer[ScoringEngine]):
 
     def _scores(self, batch: MicroBatch) -> Mapping[str, Any]:
         return {LEARNED: self._engine.logprobs(batch).scores}
-
-    def _updates(self, entry: BatchEntry) -> tuple[Update, ...]:
-        return entry.reward_model_updates
 
     def _work_on(self, batch: Batch, updates: Sequence[Update]) -> list[list[Work]]:
         pairs = self._block.loss == "pairs"

@@ -22,6 +22,7 @@ from rlmq.buffer.store import ExperienceStore, RowRange
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
+from rlmq.common.critics import Heads, critic_heads, learners
 from rlmq.common.determinism import require_same_environment
 from rlmq.common.engines.micro_batches import build_micro_batch
 from rlmq.common.engines.training import MicroBatch, StepStats, TrainingEngine
@@ -67,6 +68,7 @@ class Trainer(Generic[Engine]):
         self._recipe = recipe
         self._algorithm = algorithm_of(recipe, context.recipe_folder)
         self._algorithms = {TRAIN: self._algorithm} | {t: algorithm_of(own) for t, own in recipe.tables.items()}
+        self._heads: Heads = critic_heads(recipe, self._algorithm.critics)
         self._checkpoints = FileCheckpoints(checkpoints)
         self._model_folder = resolve_model(model, context.recipe_folder)
         self._pad_id = pad_id(load_tokenizer(self._model_folder))
@@ -193,7 +195,7 @@ class Trainer(Generic[Engine]):
             needed = batch_columns(algorithm, heads)
             rows = self._rows(table, ranges, ids, (*needed, *self._more(table)))
             whole = not any(rows.column(name).null_count for name in needed)
-            batch = read_batch(rows, algorithm, state if table == TRAIN else {}) if whole else None
+            batch = read_batch(rows, algorithm, state if table == TRAIN else {}, heads) if whole else None
             if batch is None or tuple(batch.ids) != ids:
                 raise IntegrityError(
                     f"rows of step {entry.step} in table {table}",
@@ -328,11 +330,7 @@ class Trainer(Generic[Engine]):
     def _let_go(self) -> None:
         """Payload that no trainer's redo would read may go."""
         run = self._context.run
-        folders = [
-            run.checkpoints,
-            *([run.critic_checkpoints] if self._algorithm.critics else []),
-            *([run.reward_model_checkpoints] if self._recipe.reward_model.learns is not None else []),
-        ]
+        folders = [run.checkpoints, *(run.checkpoints_of(role) for role in learners(self._recipe))]
         newest = [max(FileCheckpoints(folder).steps(), default=0) for folder in folders]
         self._store.advance(min(self._saved.durable, *newest))
 

@@ -64,6 +64,7 @@ READS: Mapping[str, tuple[str, ...]] = {
             "run",
             "model",
             "critic",
+            "critics",
             "reward_model",
             "algorithm",
             "losses",
@@ -152,7 +153,8 @@ def joined_specs(recipe: Recipe, recipe_path: Path, overrides: Sequence[str], ru
 
 
 def _spec(recipe: Recipe, role: str, index: int, argv: tuple[str, ...]) -> ProcessSpec:
-    reads = (*READS.get(role, _NODE_READS), "control")
+    critic = recipe.own_critic(role) is not None
+    reads = (*READS.get("critic" if critic else role, _NODE_READS), "control")
     placed = recipe.place_of(role)
     forked = role in COMPUTE_ROLES or getattr(placed, "model", None) is not None
     return ProcessSpec(role, index, argv, process_environment(recipe, role), reads, forked)

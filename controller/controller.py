@@ -16,7 +16,7 @@ from rlmq.buffer.store import ExperienceStore
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.calls import Calls
 from rlmq.common.closing import Closing
-from rlmq.common.control import TRAINERS
+from rlmq.common.critics import learners
 from rlmq.common.errors import DeadlineExceeded, ExitCode, Fenced, Interrupted, RlmqError, Terminated
 from rlmq.common.metrics import BUFFER_LIVE_ROWS, BUFFER_PAYLOAD_BYTES, BUFFER_ROWS
 from rlmq.common.recipe.schema import Recipe
@@ -112,7 +112,7 @@ class Controller:
             call_id = f"end/{dispatch.epoch}/{role}.{method}"
             return dispatch.call(call_id, role, method, args, deadline_s=self._recipe.deadlines.step_s)[0].value
 
-        for role in TRAINERS:
+        for role in (*learners(self._recipe), "actor"):
             if role in self._recipe.workers():
                 self._saved = last(role, "settle", step=steering.open_step - 1)
         last("recorder", "flush")

@@ -97,6 +97,8 @@ class Dispatch:
         settings = {
             key: [(int(step), str(v)) for step, v in one] for key, one in wishes.get("settings", {}).items()
         }
+        own = tuple(block.name for block in recipe.critics)
+        self._fixed = FIXED | set(own)
         desired = [self._calls.wanted(role) for role in (*workers, *joined_nodes(self._run))]
         self._feed(
             events.Began(
@@ -104,7 +106,8 @@ class Dispatch:
                 epoch=self.epoch,
                 step=self.noted_step()[0],
                 workers=workers,
-                quorum={role: 1 if role not in FIXED else count for role, count in workers.items()},
+                quorum={role: count if role in self._fixed else 1 for role, count in workers.items()},
+                fixed=own,
                 silence_s=recipe.deadlines.silence_s,
                 desired=tuple(one for one in desired if one is not None),
                 phase=wishes.get("phase", "run"),
@@ -130,7 +133,7 @@ class Dispatch:
         Raises:
             ControlLoopDiverged: the id is known with other content.
         """
-        everyone = ranks is None and role not in FIXED
+        everyone = ranks is None and role not in self._fixed
         self._asked[call_id] = Call(
             id=call_id, role=role, method=method, ranks=(), args=dict(args), epoch=self.epoch, everyone=everyone
         )

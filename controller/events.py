@@ -28,8 +28,8 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 class Began(_Event, frozen=True):
     """A controller began this epoch, with what the records say: the open step, desired states, operators' wishes.
 
-    `workers` are the recipe's workers by role, `quorum` how many of a role must be there; a member that is silent
-    for longer than `silence_s` is lost.
+    `workers` are the recipe's workers by role, `quorum` how many of a role must be there, `fixed` the roles that
+    are so beside `rlmq.common.control.FIXED`; a member that is silent for longer than `silence_s` is lost.
     """
 
     epoch: int
@@ -37,6 +37,7 @@ class Began(_Event, frozen=True):
     workers: dict[str, int]
     quorum: dict[str, int]
     silence_s: float
+    fixed: tuple[str, ...] = ()
     desired: tuple[Desired, ...] = ()
     phase: Phase = "run"
     orders: int = 0

@@ -117,6 +117,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     workers: dict[str, int] = {}
     quorum: dict[str, int] = {}
+    fixed: tuple[str, ...] = ()
     silence_s: float = 0.0
     members: dict[tuple[str, int], Worker] = {}
     calls: dict[str, OpenCall] = {}
@@ -166,6 +167,7 @@ def _began(state: State, event: Began) -> Advanced:
         epoch=event.epoch,
         workers=event.workers,
         quorum=event.quorum,
+        fixed=event.fixed,
         silence_s=event.silence_s,
         desired={one.role: one for one in event.desired},
         phase=event.phase,
@@ -272,6 +274,10 @@ def few(names: Sequence[str]) -> str:
     return ", ".join([*names[:_FEW], f"{more} more"] if more > 0 else names)
 
 
+def _fixed(state: State, role: str) -> bool:
+    return role in FIXED or role in state.fixed
+
+
 def _is_ready(state: State, role: str, rank: int) -> bool:
     known = state.members.get((role, rank))
     return known is not None and known.present and known.ready
@@ -289,7 +295,7 @@ def _asked(state: State, event: Asked) -> Advanced:
 
 def _everyone(state: State, role: str) -> tuple[int, ...]:
     """Of a role that may come and go those that are ready now, if any; else every rank of the recipe."""
-    ready = tuple(one.rank for one in present(state, role) if one.ready) if role not in FIXED else ()
+    ready = tuple(one.rank for one in present(state, role) if one.ready) if not _fixed(state, role) else ()
     return ready or tuple(range(state.workers.get(role, 0)))
 
 
@@ -326,7 +332,7 @@ def _looked(state: State, event: Looked) -> Advanced:
 def _releases(state: State, at: float) -> Iterator[Release]:
     """Ranks of open calls whose workers may come and go, and are not there: gone, lost, or never heard."""
     for call_id, call in state.calls.items():
-        for rank in call.silent if call.role not in FIXED else ():
+        for rank in call.silent if not _fixed(state, call.role) else ():
             worker = state.members.get((call.role, rank))
             if worker is None and at - call.since > state.silence_s:
                 yield Release(call_id=call_id, rank=rank, why="never heard")

@@ -12,7 +12,7 @@ from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.store import ExperienceStore, Interest, TableCounts
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.calls import CallResult, Calls
-from rlmq.common.control import TRAINERS
+from rlmq.common.critics import learners
 from rlmq.common.errors import DeadlineExceeded, DependencyError, UsageError
 from rlmq.common.metrics import POLICY_VERSION
 from rlmq.common.recipe.schema import Recipe
@@ -207,7 +207,7 @@ class RunSteering:
     @property
     def _beside(self) -> list[str]:
         """Roles that learn from what the actor logs."""
-        return [role for role in TRAINERS[:-1] if role in self._state.workers]
+        return [role for role in learners(self._recipe) if role in self._state.workers]
 
     @property
     def _taken(self) -> dict[str, list[int]]:
@@ -341,7 +341,7 @@ class RunSteering:
 
     def _save(self, step: int) -> None:
         protect = [int(self.best["step"])] if self.best else []
-        trainers = [role for role in TRAINERS if role in self._state.workers]
+        trainers = [role for role in (*self._beside, "actor") if role in self._state.workers]
         for pending in [self.submit(role, "checkpoint", {"step": step, "protect": protect}) for role in trainers]:
             pending.wait()
         self._saved_step = step

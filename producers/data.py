@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlmq.common.errors import UsageError
-from rlmq.common.user_code import find_beside, is_spec, load_function, split_spec, user_error
+from rlmq.common.user_code import find_beside, is_spec, load_function, source_file, user_error
 
 Row = dict[str, Any]
 
@@ -62,7 +62,7 @@ def load_rows(source: str, folder: Path, *, subject: str, needs: Sequence[str] =
 
 def _call(spec: str, folder: Path, label: str) -> list[Row]:
     function = load_function(spec, folder, subject=label)
-    path = find_beside(split_spec(spec, subject=label)[0], folder, subject=label).resolve()
+    path = source_file(spec, folder, subject=label)
     try:
         result = function()
         rows = list(result) if isinstance(result, Iterable) and not isinstance(result, str | dict) else None

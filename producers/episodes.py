@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rlmq.common.engines.generation import Generated, Request
 from rlmq.common.errors import UsageError
-from rlmq.common.user_code import find_beside, load_function, split_spec, user_error
+from rlmq.common.user_code import load_function, source_file, user_error
 
 
 class Environment(Protocol):
@@ -105,7 +105,7 @@ class Answers:
         self._encode = encode
         self._decode = decode
         if spec is not None:
-            self._path = find_beside(split_spec(spec, subject=_KEY)[0], folder, subject=_KEY).resolve()
+            self._path = source_file(spec, folder, subject=_KEY)
             self._environment = make_environment(spec, folder)
 
     def goes_on(self, episode: Episode, turn: Generated) -> bool:
@@ -143,7 +143,7 @@ def make_environment(spec: str, folder: Path) -> Environment:
     Raises:
         UsageError: it is not there, raises when it is made, or has no method `answer`.
     """
-    path = find_beside(split_spec(spec, subject=_KEY)[0], folder, subject=_KEY).resolve()
+    path = source_file(spec, folder, subject=_KEY)
     make = load_function(spec, folder, subject=_KEY)
     try:
         made = make()

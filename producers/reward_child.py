@@ -22,7 +22,7 @@ import msgspec
 
 from rlmq.common.errors import UsageError
 from rlmq.common.processes import die_with_parent
-from rlmq.common.user_code import find_beside, load_function, split_spec, user_error
+from rlmq.common.user_code import load_function, source_file, user_error
 from rlmq.producers.reward_kinds import make_scorer
 from rlmq.producers.reward_messages import Connection, Hello, ScoreReply, ScoreRequest, decode_rows
 from rlmq.producers.reward_values import to_numbers
@@ -181,7 +181,7 @@ def _load(block: dict[str, Any], folder: Path) -> Scorer:
         scorer = make_scorer(block, folder)
         return Scorer(UserFunction(scorer, {}, block["subject"]), spec, Path(__file__), per_row=scorer.per_row)
     loaded = load_function(spec, folder, subject=subject)
-    file = find_beside(split_spec(spec, subject=subject)[0], folder, subject=subject).resolve()
+    file = source_file(spec, folder, subject=subject)
     try:
         function = UserFunction(loaded, block["arguments"], f"{subject} ({spec})")
     except UsageError:

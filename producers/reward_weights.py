@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlmq.common.errors import UsageError
 from rlmq.common.recipe.schema import Recipe
-from rlmq.common.user_code import find_beside, load_function, split_spec, user_error
+from rlmq.common.user_code import load_function, source_file, user_error
 from rlmq.common.worker import WorkerContext
 from rlmq.producers.reward_values import UnusableValue, to_number
 
@@ -44,8 +44,8 @@ class RewardController:
         try:
             given = self._function(step)
         except Exception as error:  # the user's code may raise anything
-            file = find_beside(split_spec(self._spec, subject=_KEY)[0], self._folder, subject=_KEY)
-            raise user_error(error, file.resolve(), subject=subject) from error
+            file = source_file(self._spec, self._folder, subject=_KEY)
+            raise user_error(error, file, subject=subject) from error
         if not isinstance(given, Mapping) or not set(given) <= set(self._names):
             wrong = (
                 sorted(map(repr, set(given) - set(self._names))) if isinstance(given, Mapping) else [repr(given)]

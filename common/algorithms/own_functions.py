@@ -13,7 +13,7 @@ import numpy as np
 
 from rlmq.common.algorithms.algorithm import Algorithm, Estimates, Floats, ScoredBatch, Steering
 from rlmq.common.errors import RlmqError, UsageError
-from rlmq.common.user_code import find_beside, load_function, split_spec, user_error
+from rlmq.common.user_code import load_function, source_file, user_error
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ class OwnFunctions:
         assert spec is not None
         subject = f"algorithm.{key}"
         function = _takes(load_function(spec, self._folder, subject=subject), key, arguments)
-        path = find_beside(split_spec(spec, subject=subject)[0], self._folder, subject=subject)
+        path = source_file(spec, self._folder, subject=subject)
 
         def call(*args: Any) -> Any:
             try:

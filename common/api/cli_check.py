@@ -177,6 +177,12 @@ def _node_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
         flow_of(loaded.recipe)
     except RlmqError as error:
         yield error
+    for critic in loaded.recipe.critics:
+        try:
+            if critic.role is not None:
+                load_function(critic.role, loaded.folder, subject=f"critics: role of {critic.name}")
+        except RlmqError as error:
+            yield error
     for block in loaded.recipe.nodes:
         try:
             if block.scorer is not None:

@@ -12,8 +12,9 @@ from rlmq.compose import ROLES
 
 def keys_command(folder: Path, role: str | None, recipe: Path | None) -> int:
     """`rlmq keys`. Without a role it makes the pairs that are missing; with one it makes that pair anew."""
-    nodes = () if recipe is None else [node.name for node in load_recipe(recipe).recipe.nodes]
-    names = (CONTROLLER, *ROLES, *nodes, OPERATOR)
+    loaded = None if recipe is None else load_recipe(recipe).recipe
+    own = () if loaded is None else (*(one.name for one in loaded.nodes), *(one.name for one in loaded.critics))
+    names = (CONTROLLER, *ROLES, *own, OPERATOR)
     if role is not None and role not in names:
         raise UsageError("--role", got=repr(role), expected=f"one of {', '.join(names)}")
     keys = Keys(folder.absolute())

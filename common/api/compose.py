@@ -126,7 +126,7 @@ def check_place(recipe: Recipe, role: str, index: int) -> None:
     known_roles = dict.fromkeys((*ROLES, *workers))
     if role not in known_roles:
         raise UsageError("ROLE", got=repr(role), expected=f"one of {', '.join(known_roles)}")
-    if role not in FIXED and role in workers:
+    if role not in FIXED and role in workers and recipe.own_critic(role) is None:
         return
     if index >= workers.get(role, 0):
         known = f"0 to {workers[role] - 1}" if role in workers else "no worker of this role (kl_coef is 0)"
@@ -151,7 +151,10 @@ def role_class(role: str, process: Process) -> Callable[..., Role]:
             return found
     if role == "actor" and process.recipe.placement.actor.hybrid and process.recipe.data.recorded is None:
         return _hybrid_actor
-    module, _, name = ROLES.get(role, _NODE).partition(":")
+    critic = process.recipe.own_critic(role)
+    if critic is not None and critic.role is not None:
+        return load_function(critic.role, process.recipe_folder, subject=f"critics: role of {role}")
+    module, _, name = ROLES.get("critic" if critic is not None else role, _NODE).partition(":")
     made: Callable[..., Role] = getattr(importlib.import_module(module), name)
     return made
 

@@ -121,11 +121,11 @@ class Trained(Handle):
         return self.run.ask(batch, self.role)
 
     def _settings(self, loss: str | None, clip: float | None, passes: Settings) -> Settings:
-        own = "train" if self.role == "actor" else self.role
-        settings = {f"{own}.{key}": value for key, value in passes.items() if value is not None}
-        if self.role == "critic":
+        block = self.run.block_of(self.role)
+        settings = {f"{block}.{key}": value for key, value in passes.items() if value is not None}
+        if self.role != "actor":
             if loss not in (None, "value"):
-                raise UsageError("critic.update", got=f"loss={loss!r}", expected="loss='value'")
+                raise UsageError(f"{self.role}.update", got=f"loss={loss!r}", expected="loss='value'")
             return settings | ({} if clip is None else {"algorithm.value_clip": clip})
         named = {} if loss is None else {"algorithm.name": loss}
         return settings | named | ({} if clip is None else {"algorithm.clip": [clip, clip]})
@@ -153,7 +153,7 @@ class Actor(Trained):
 
 @dataclass(frozen=True, slots=True)
 class Critic(Trained):
-    """The critic: its values are each token's baseline."""
+    """A critic: its values are each token's baseline."""
 
     def compute_values(self, batch: Batch) -> Batch:
         """The batch's values."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from rlmq.algorithms import Settings
 from rlmq.common import script
+from rlmq.common.critics import CRITIC
 from rlmq.common.errors import ControlLoopDiverged, UsageError
 from rlmq.common.user_code import spec_of
 from rlmq.handles import Actor, Batch, Critic, Prompts, Reference, Reward, Update
@@ -47,7 +48,7 @@ class Run:
         self._asked: dict[str, bool] = {}
         """Roles that the step's loop has an update of, and whether it is made."""
         self._waited: tuple[str, ...] = ()
-        self._roles: set[str] = set()
+        self._critics: list[str] = []
         self._done: set[str] = set()
 
     # -- declarations --------------------------------------------------------------------------------------
@@ -58,12 +59,26 @@ class Run:
         self._declare("actor", "train", settings)
         return Actor(self, "actor")
 
-    def critic(self, model: Any = None, **settings: Any) -> Critic:
-        """The critic. `settings` are keys of the recipe's `critic` block, and `workers`, `threads`."""
+    def critic(self, model: Any = None, *, name: str = CRITIC, **settings: Any) -> Critic:
+        """A critic. `settings` are keys of the recipe's `critic` block, and `workers`, `threads`.
+
+        With a name it is one more, a role of its own: an item of the recipe's `critics`, whose keys `settings` are
+        (`learns`, `role`, …).
+        """
+        if name != CRITIC:
+            self._recipe.setdefault("critics", []).append({"name": name})
         if model is not None and _source(model) != self._recipe.get("model"):
-            self._put("critic.model", _source(model))
-        self._declare("critic", "critic", settings)
-        return Critic(self, "critic")
+            self._put(f"{self.block_of(name)}.model", _source(model))
+        self._declare(name, self.block_of(name), settings)
+        self._critics.append(name)
+        return Critic(self, name)
+
+    def block_of(self, role: str) -> str:
+        """Where the recipe has a trained role's settings."""
+        if role == "actor":
+            return "train"
+        own = [item["name"] for item in self._recipe.get("critics", [])]
+        return f"critics.{own.index(role)}" if role in own else role
 
     def reference(self, model: Any = None, **settings: Any) -> Reference:
         """The actor's model as it was in the beginning."""
@@ -113,16 +128,15 @@ class Run:
         return Prompts(self, "prompts")
 
     def _declare(self, role: str, block: str, settings: Mapping[str, Any]) -> None:
-        self._roles.add(role)
         for key, value in settings.items():
-            placed = key in ("workers", "threads") or not block
+            placed = (key in ("workers", "threads") and not block.startswith("critics.")) or not block
             self._put(f"placement.{role}.{key}" if placed else f"{block}.{key}", value)
 
     def _put(self, key: str, value: Any) -> None:
         *blocks, last = key.split(".")
-        place = self._recipe
+        place: Any = self._recipe
         for block in blocks:
-            place = place.setdefault(block, {})
+            place = place[int(block)] if isinstance(place, list) else place.setdefault(block, {})
         place[last] = value
 
     # -- the loop ------------------------------------------------------------------------------------------
@@ -204,7 +218,7 @@ class Run:
         self._step = 0
 
     def _end_step(self, run: ScriptSteering, step: int) -> None:
-        needed = "critic" if "critic" in self._roles else "actor"
+        needed = self._critics[0] if self._critics else "actor"
         if needed not in self._asked:
             raise UsageError(f"step {step} of the loop", got="no update", expected=f"{needed}.update(batch)")
         for role in tuple(self._asked):
@@ -255,7 +269,7 @@ class Run:
             for stage in self._waited if timeout_s is not None else ():
                 run.passed(stage, timeout_s)
             run.wait_batch(step)
-            if "critic" in self._roles:
+            if self._critics:
                 run.form(step, update="actor" in self._asked)
                 run.train_both(step)
             else:

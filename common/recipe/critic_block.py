@@ -39,6 +39,27 @@ class CriticBlock(_TrainedBlock):
     )
 
 
+class OwnCriticBlock(CriticBlock):
+    """One more critic: a role with processes, a model and an optimizer of its own."""
+
+    name: str = Field(
+        pattern=r"^[a-z][a-z0-9_]*$",
+        description="Its stage, its role and its processes: NAME-0; `NAME_…` in metrics.",
+    )
+    learns: str = Field(
+        default="values",
+        description="Values of the algorithm that it gives in the place of `critic`. Where several give the same, "
+        "each has a column VALUES.NAME, and their mean counts.",
+    )
+    role: str | None = Field(
+        default=None,
+        description="file.py:Class or package.module:Class of the role, which extends "
+        "rlmq.consumers.critic.CriticRole; none: that one.",
+    )
+    workers: PositiveInt = Field(default=1, description="Trainer ranks of this critic.")
+    threads: PositiveInt | None = Field(default=None, description="Compute threads per process; none: all cores.")
+
+
 class RewardModelBlock(_TrainedBlock):
     """A reward model that the run trains on part of its rows; its score is the column `learned_reward`."""
 

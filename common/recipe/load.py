@@ -21,7 +21,7 @@ from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.recipe.yaml_tree import BlockNode, ListNode, Node, Scalar, parse_yaml
 from rlmq.common.script import recipe_of_script
-from rlmq.common.user_code import find_beside, is_spec
+from rlmq.common.user_code import find_beside, is_file_spec, is_spec, source_hash
 
 MOST_BYTES = 1 << 20
 # Names under which readers of verl's texts know a key, and the canonical ones.
@@ -85,7 +85,7 @@ def load_joined(recipe: Path, node: Path) -> tuple[Recipe, NodeBlock]:
     [block] = more.nodes
     folder = node.resolve().parent
     names = {key: getattr(block, key) for key in ("function", "model")}
-    beside = {key: f"{folder / name}" for key, name in names.items() if name is not None and is_spec(name)}
+    beside = {key: f"{folder / name}" for key, name in names.items() if name is not None and is_file_spec(name)}
     return loaded, block.model_copy(update=beside)
 
 
@@ -111,10 +111,15 @@ def code_hash(recipe: Recipe, folder: Path) -> str:
         return name
 
     _map_sources(recipe, collect)
-    files = sorted({folder / name.rpartition(":")[0] for name in names if is_spec(name)})
-    contents = [file.read_bytes() if file.is_file() else b"" for file in files]
-    digests = [hashlib.sha256(content).hexdigest() for content in contents]
+    digests = [_content(name, folder) for name in sorted(names) if is_spec(name)]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
+
+
+def _content(spec: str, folder: Path) -> str:
+    try:
+        return source_hash(spec, folder)
+    except (UsageError, OSError):
+        return ""
 
 
 def _read(path: Path) -> str:
@@ -228,7 +233,7 @@ def _beside_link(recipe: Recipe, link_folder: Path, folder: Path) -> Recipe:
     """
 
     def place(name: str, subject: str) -> str:
-        file, colon, function = name.rpartition(":") if is_spec(name) else (name, "", "")
+        file, colon, function = name.rpartition(":") if is_file_spec(name) else (name, "", "")
         if (link_folder / file).exists():
             return f"{link_folder / file}{colon}{function}"
         names_a_file = bool(colon) or file.endswith((".jsonl", ".parquet"))
@@ -270,6 +275,10 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
         _place_code(block, f"reward.{i}", place)
     if recipe.reward_controller is not None:
         values["reward_controller"] = place(recipe.reward_controller, "reward_controller")
+    for block, where in ((values["critic"], "critic"), (values["reward_model"], "reward_model")):
+        _place_code(block, where, place)
+    for i, critic in enumerate(values["critics"]):
+        _place_code(critic, f"critics.{i}", place)
     for i, node in enumerate(values["nodes"]):
         _place_code(node, f"nodes.{i}", place)
         _place_code(node["scorer"] or {}, f"nodes.{i}.scorer", place)
@@ -277,7 +286,7 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
 
 
 def _place_code(block: dict[str, Any], where: str, place: Callable[[str, str], str]) -> None:
-    for kind in ("function", "model"):
+    for kind in ("function", "model", "role"):
         if block.get(kind) is not None:
             block[kind] = place(block[kind], f"{where}.{kind}")
 

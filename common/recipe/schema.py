@@ -13,7 +13,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from rlmq.common.columns import LEARNED
 from rlmq.common.recipe.algorithm_block import AlgorithmBlock
 from rlmq.common.recipe.block import Beta, Block, PositiveFloat, PositiveInt
-from rlmq.common.recipe.critic_block import CriticBlock, RewardModelBlock
+from rlmq.common.recipe.critic_block import CriticBlock, OwnCriticBlock, RewardModelBlock
 from rlmq.common.recipe.data_block import DataBlock
 from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.node_block import NodeBlock
@@ -228,6 +228,7 @@ class Recipe(Block):
     )
     train: TrainBlock
     critic: CriticBlock = Field(default_factory=CriticBlock)
+    critics: tuple[OwnCriticBlock, ...] = ()
     reward_model: RewardModelBlock = Field(default_factory=RewardModelBlock)
     placement: PlacementBlock = Field(default_factory=PlacementBlock)
     evaluate: EvaluateBlock = Field(default_factory=EvaluateBlock)
@@ -372,7 +373,12 @@ class Recipe(Block):
         roles = dict.fromkeys(node.role for flow in flows_of(self) for node in flow)
         return {role: getattr(self.place_of(role), "workers", 1) for role in roles}
 
-    def place_of(self, role: str) -> RolePlacement | NodeBlock | None:
+    def place_of(self, role: str) -> RolePlacement | NodeBlock | OwnCriticBlock | None:
         """How many workers and threads a role was given; None: one worker, placed by nobody."""
         node = next((node for node in self.nodes if node.name == role), None)
-        return node or getattr(self.placement, role, None)
+        return node or self.own_critic(role) or getattr(self.placement, role, None)
+
+    def own_critic(self, role: str) -> OwnCriticBlock | None:
+        """The item of `critics` with this name, its model given."""
+        block = next((one for one in self.critics if one.name == role), None)
+        return block and block.model_copy(update={"model": block.model or self.critic.model or self.model})

@@ -56,7 +56,7 @@ def test_the_model_of_each_step_scores_the_next_ones_rows_though_it_is_killed(cl
         for row in rows:
             assert row["reward"] == pytest.approx(0.5 * row["reward.letters"] + 0.1 * row["learned_reward"])
         # and the model learned from the best and worst of some groups: a part of them, no pair twice
-        [update] = entries[step - 1]["reward_model_updates"]
+        [update] = entries[step - 1]["beside"]["reward_model"]
         members = sorted(index for share in update["micro_batches"] for micro in share for index in micro)
         pairs = list(zip(members[::2], members[1::2], strict=True))
         margins = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,8 +98,17 @@ def test_a_missing_file_names_the_place_tried_and_the_nearest(tmp_path: Path) ->
     assert str(tmp_path / "reward.py") in str(caught.value) and "'rewards.py'" in str(caught.value)
 
 
-@pytest.mark.parametrize("spec", ["r.py", "r.py:", ":f", "r.txt:f", "r.py:not a name", "", "module.function"])
+@pytest.mark.parametrize("spec", ["r.py", "r.py:", ":f", "r/x.txt:f", "r.py:not a name", "", "module.function"])
 def test_other_forms_are_refused(spec: str) -> None:
     assert not is_spec(spec)
     with pytest.raises(UsageError, match=r"expected file\.py:function"):
         split_spec(spec, subject="s")
+
+
+def test_a_function_of_an_installed_module_is_named_by_dots() -> None:
+    assert load_function("json.encoder:JSONEncoder", Path("/nowhere"), subject="s") is json.JSONEncoder
+    assert source_hash("json.encoder:JSONEncoder", Path("/nowhere"))
+    with pytest.raises(UsageError, match=r"s: got no module json\.missing"):
+        load_function("json.missing:f", Path("/nowhere"), subject="s")
+    with pytest.raises(UsageError, match="Did you mean"):
+        load_function("json.encoder:JSONEncode", Path("/nowhere"), subject="s")
