@@ -14,7 +14,7 @@ from rlmq.buffer.connection import Link, Refusable
 from rlmq.buffer.keys import TABLE_SUFFIXES
 from rlmq.buffer.layout import Layout, Selection
 from rlmq.buffer.payload import Whereabouts
-from rlmq.buffer.store import Claim, RowRange
+from rlmq.buffer.store import RowRange
 from rlmq.buffer.wire import packed
 from rlmq.common.errors import IntegrityError, UsageError
 
@@ -124,18 +124,19 @@ class Reader:
                 self.writers[number] = worker.decode() if worker is not None else "unknown"
 
 
-def subset(claim: Claim, rows: Sequence[int]) -> list[RowRange]:
-    """Ranges of the claim's rows with these indices.
+def subset(of: Sequence[RowRange], rows: Sequence[int]) -> list[RowRange]:
+    """Of the rows of these ranges those with these indices, in order.
 
     Raises:
-        UsageError: an index beyond the claim.
+        UsageError: an index beyond them.
     """
     wanted = sorted(set(rows))
-    if wanted[0] < 0 or wanted[-1] >= claim.count:
-        raise UsageError("finish", got=f"rows {wanted[0]} to {wanted[-1]}", expected=f"indices below {claim.count}")
+    count = sum(one.count for one in of)
+    if wanted[0] < 0 or wanted[-1] >= count:
+        raise UsageError("rows", got=f"{wanted[0]} to {wanted[-1]}", expected=f"indices below {count}")
     ranges: list[RowRange] = []
     start, k = 0, 0
-    for one in claim.ranges:
+    for one in of:
         while k < len(wanted) and wanted[k] < start + one.count:
             first = one.first + wanted[k] - start
             last = ranges[-1] if ranges else None

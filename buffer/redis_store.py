@@ -489,6 +489,16 @@ class RedisStore(ExperienceStore):
         """Give the rows back unworked; see `ExperienceStore.release`."""
         self._end(claim, "give_back", 0, "", "")
 
+    def lose(self, claim: Claim, rows: Sequence[int], maker: str, columns: Sequence[str]) -> None:
+        """Columns of claimed rows are gone; see `ExperienceStore.lose`."""
+        one = self._open(claim.table)
+        units = one.layout.select(columns).units
+        ranges: list[Argument] = []
+        for r in subset(claim.ranges, rows):
+            ranges += [r.chunk, r.first, r.count]
+        head = (*_parts(claim.lease), next(self._serial), one.layout.stage_index(maker), len(units))
+        self._checked(claim, self._link.call("lose", one.target, *head, *units, *ranges))
+
     def finish(
         self, claim: Claim, state: EndState, reason: str = "", *, rows: Sequence[int] | None = None, step: int = -1
     ) -> None:
@@ -503,7 +513,7 @@ class RedisStore(ExperienceStore):
         if rows is not None:
             if not rows:
                 return
-            for one in subset(claim, rows):
+            for one in subset(claim.ranges, rows):
                 ranges += [one.chunk, one.first, one.count]
         self._end(claim, "finish", state, _label(state, reason), _kept(reason), step, *ranges)
 

@@ -386,6 +386,13 @@ class ExperienceStore(Protocol):
     def release(self, claim: Claim) -> None:
         """Give the rows back unworked; not counted."""
 
+    def lose(self, claim: Claim, rows: Sequence[int], maker: str, columns: Sequence[str]) -> None:
+        """What stage `maker` wrote in these columns of claimed rows (indices, at least one) points at nothing now.
+
+        The rows leave the claim and are ready for `maker` again, and for who needs the columns when it has written
+        them; stages that are done with a row stay so.
+        """
+
     def server_id(self) -> str:
         """Which server process answers: one that was started again may have come back older."""
 

@@ -20,6 +20,7 @@ COLUMN_TYPES: Mapping[str, pa.DataType] = {
     "str": pa.string(),
     "list[int]": pa.list_(pa.field("item", pa.int64())),
     "list[float]": pa.list_(pa.field("item", pa.float64())),
+    "tensor": pa.string(),  # where it is; the ranks that made it hold it
 }
 """Arrow types of a node's columns by the name of the Python type."""
 _UNGATED = ("prompts", "recorder")
@@ -47,6 +48,9 @@ def with_nodes(flow: Sequence[FlowNode], blocks: Sequence[NodeBlock]) -> tuple[F
     for block in blocks:
         if block.name in (*_RESERVED, *(node.name for node in flow)):
             raise UsageError("nodes", got=f"the name {block.name!r}", expected="one that no role has")
+        bulk = [name for one in blocks for name in block.reads if one.writes.get(name) == "tensor"]
+        if bulk and block.method is None:
+            raise UsageError(f"node {block.name}", got=f"tensor column {bulk[0]}", expected="`method`, to read it")
     own = [
         FlowNode(
             block.name,

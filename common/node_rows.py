@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlmq.common.errors import UsageError
@@ -41,6 +41,17 @@ class NodeRow:
         if name.startswith("_"):
             raise AttributeError(name)
         return self[name]
+
+
+class TakenRows(list[NodeRow]):
+    """Rows that tell when the next one is taken up."""
+
+    taking: Callable[[], None]
+
+    def __iter__(self) -> Iterator[NodeRow]:
+        for row in super().__iter__():
+            self.taking()
+            yield row
 
 
 def to_columns(returned: object, writes: Mapping[str, str], rows: int, *, subject: str) -> dict[str, list[Any]]:

@@ -237,7 +237,8 @@ PROTOCOLS: Mapping[str, Transfer] = {
 # -- on a worker's method ------------------------------------------------------------------------------------
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-_ATTRIBUTE = "rlmq_transfer"
+ATTRIBUTE = "rlmq_transfer"
+"""Of a registered method: its protocol."""
 
 
 def register(*, transfer: str | Transfer) -> Callable[[Method], Method]:
@@ -246,8 +247,11 @@ def register(*, transfer: str | Transfer) -> Callable[[Method], Method]:
     The method is written for one rank: it takes the rows that this rank shall work on, and returns one result per
     row (or, with protocols that collect from ranks, anything).
 
+    In a recipe, a node whose `method` is such a method is a mesh of ranks: the controller has it called on rows.
+
     Example:
         >>> class Scorer:
+        ...     def __init__(self, mesh): self.rank = mesh.rank
         ...     @register(transfer="dp")
         ...     def score(self, rows, micro_batches): return [len(row) for row in rows]
 
@@ -259,7 +263,7 @@ def register(*, transfer: str | Transfer) -> Callable[[Method], Method]:
     found = PROTOCOLS[transfer] if isinstance(transfer, str) else transfer
 
     def attach(method: Method) -> Method:
-        setattr(method, _ATTRIBUTE, found)
+        setattr(method, ATTRIBUTE, found)
         return method
 
     return attach
@@ -271,7 +275,7 @@ def transfer_of(method: Callable[..., Any]) -> Transfer:
     Raises:
         UsageError: with none.
     """
-    found = getattr(method, _ATTRIBUTE, None)
+    found = getattr(method, ATTRIBUTE, None)
     if not isinstance(found, Transfer):
         raise UsageError(
             f"method {getattr(method, '__qualname__', method)}",

@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,12 +45,28 @@ class Mesh:
         size: int,
         shape: MeshShape | None = None,
         join: MakeGroup = lambda _name, _ranks: None,
+        whole: Callable[[], bool] = lambda: True,
     ) -> None:
         self.group = group
         self.rank = rank
         self.size = size
         self.shape = shape or MeshShape(dp=size)
         self._join = join
+        self._whole = whole
+        self._renewed = 0
+
+    def check(self) -> None:
+        """Look whether another rank was started anew: one that waits for a call would not notice.
+
+        Raises:
+            RestartRequired: it was.
+        """
+        if not self._whole():
+            raise RestartRequired("trainer mesh", got="a rank that started anew", remedy="The role restarts")
+
+    def renew(self) -> None:
+        """Parts are new groups from here on, on every rank: those before may be broken."""
+        self._renewed += 1
 
     @property
     def replica(self) -> int:
@@ -64,7 +80,7 @@ class Mesh:
             RestartRequired: a rank died or did not come in time.
         """
         try:
-            return self._join(f"{name} {list(ranks)}", ranks) if len(ranks) > 1 else None
+            return self._join(f"{name} {list(ranks)} {self._renewed}", ranks) if len(ranks) > 1 else None
         except RuntimeError as error:
             raise _lost(error) from error
 
@@ -98,9 +114,10 @@ class Mesh:
         try:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             self.group.allgather([sizes], [torch.tensor([len(payload)], dtype=torch.int64)]).wait()
-            width = max(int(s) for s in sizes)  # gloo gathers equal sizes only
+            width = max(1, *(int(s) for s in sizes))  # gloo gathers equal sizes only
             own = torch.zeros(width, dtype=torch.uint8)
-            own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            if payload:
+                own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             parts = [torch.empty(width, dtype=torch.uint8) for _ in range(self.size)]
             self.group.allgather([parts], [own]).wait()
         except RuntimeError as error:
@@ -141,7 +158,14 @@ def meet(
     def join_part(name: str, ranks: Sequence[int]) -> ProcessGroup:
         return join(store, name, list(ranks).index(rank), len(ranks), timeout_s)
 
-    return Mesh(group, rank, size, shape, join_part)
+    opened = calls.noted(note)
+
+    def whole() -> bool:
+        if not first:
+            return calls.noted(note) == opened
+        return all(store.get(f"here/{one}") == store.get(f"taken/{one}") for one in range(1, size))
+
+    return Mesh(group, rank, size, shape, join_part, whole)
 
 
 def _group(

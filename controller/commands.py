@@ -156,5 +156,5 @@ def _spec(recipe: Recipe, role: str, index: int, argv: tuple[str, ...]) -> Proce
     critic = recipe.own_critic(role) is not None
     reads = (*READS.get("critic" if critic else role, _NODE_READS), "control")
     placed = recipe.place_of(role)
-    forked = role in COMPUTE_ROLES or getattr(placed, "model", None) is not None
+    forked = role in COMPUTE_ROLES or bool(getattr(placed, "model", None) or getattr(placed, "method", None))
     return ProcessSpec(role, index, argv, process_environment(recipe, role), reads, forked)

@@ -97,7 +97,7 @@ class Dispatch:
         settings = {
             key: [(int(step), str(v)) for step, v in one] for key, one in wishes.get("settings", {}).items()
         }
-        own = tuple(block.name for block in recipe.critics)
+        own = (*(block.name for block in recipe.critics), *recipe.mesh_nodes)
         self._fixed = FIXED | set(own)
         desired = [self._calls.wanted(role) for role in (*workers, *joined_nodes(self._run))]
         self._feed(

@@ -20,6 +20,7 @@ from rlmq.common.run_folder import RunFolder
 from rlmq.controller import plan
 from rlmq.controller.dispatch import Dispatch
 from rlmq.controller.late_rows import late_rows
+from rlmq.controller.mesh_nodes import MeshNodes
 from rlmq.controller.step_line import StepLine, line_of
 from rlmq.controller.trackers import Trackers
 from rlmq.controller.weight_sync import WeightSync
@@ -75,6 +76,7 @@ class RunSteering:
         self._place: int | str = 0
         self._ordinal = 0
         self._weights = WeightSync(recipe, dispatch, lambda: self._step_s, log)
+        self._meshes = MeshNodes(recipe, dispatch, lambda: self._step_s, log)
         self._line = StepLine(dispatch, trackers)
         self._repeats = 0
         self._server = store.server_id()
@@ -148,11 +150,7 @@ class RunSteering:
         self, role: str, method: str, args: Mapping[str, Any] | None = None, *, ranks: Sequence[int] | None = None
     ) -> list[dict[str, Any]]:
         """See `Steering.call`."""
-        self._ordinal += 1
-        results = self._dispatch.call(
-            self._id(role, method), role, method, args or {}, ranks, deadline_s=self._step_s
-        )
-        return _values(results)
+        return self.submit(role, method, args, ranks=ranks).wait()
 
     def submit(
         self, role: str, method: str, args: Mapping[str, Any] | None = None, *, ranks: Sequence[int] | None = None
@@ -161,7 +159,8 @@ class RunSteering:
         self._ordinal += 1
         self._dispatch.hold()
         call_id = self._id(role, method)
-        self._dispatch.submit(call_id, role, method, args or {}, ranks, deadline_s=self._step_s)
+        named = {"call": call_id} if role in self._recipe.mesh_nodes else {}
+        self._dispatch.submit(call_id, role, method, {**(args or {}), **named}, ranks, deadline_s=self._step_s)
         return Pending(self._dispatch, call_id)
 
     def admit(self, step: int) -> int:
@@ -301,6 +300,7 @@ class RunSteering:
                 self._dispatch.moved()
                 seen = counts
             self._generate_on_actor(counts)
+            self._meshes.work(counts, self.open_step)
             self._dispatch.waits(f"stage {stage} in table {TRAIN}", [stage], deadline_s=self._step_s)
             self._pump(TRAIN, stage, itself=True)
             self._dispatch.sleep(_LOOK_S / 5)
@@ -465,10 +465,12 @@ class RunSteering:
                 self._dispatch.moved()
                 seen = counts
             self._generate_on_actor(counts)
+            self._meshes.work(counts, self.open_step)
             busy = [name for name in counts.ready if counts.ready[name] or counts.leased.get(name)]
             on = [name for name in busy if name not in (interest.stage, "recorder")]
             self._dispatch.waits(what, on, deadline_s=self._step_s)
-            self._store.wait([interest], timeout_s=_LOOK_S, wake_fd=self._dispatch.bus.wake.fd)
+            interests = [interest, *self._meshes.interests(interest.table)]
+            self._store.wait(interests, timeout_s=_LOOK_S, wake_fd=self._dispatch.bus.wake.fd)
             self._pump(interest.table, interest.stage)
             self._dispatch.hold()
             self._weights.bring_up_to_date()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -20,7 +20,7 @@ from rlmq.common.errors import DeadlineExceeded, Fenced, Terminated
 from rlmq.common.flow_nodes import node_columns
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WRITTEN
 from rlmq.common.node_function import node_function
-from rlmq.common.node_rows import NodeRow, to_columns
+from rlmq.common.node_rows import NodeRow, TakenRows, to_columns
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.user_code import is_spec, source_hash
 from rlmq.common.worker import CallHandler, WorkerContext
@@ -134,7 +134,7 @@ class NodeRole:
     def _computed(self, claim: Claim) -> dict[str, list[Any]]:
         """What the function returned, checked."""
         block, table = self._block, claim.rows.to_pylist()
-        rows = _Taken(NodeRow(block.name, {name: row[name] for name in block.reads}) for row in table)
+        rows = TakenRows(NodeRow(block.name, {name: row[name] for name in block.reads}) for row in table)
         self._claim, rows.taking = claim, self._taking
         returned = self._function(rows) if self._model is None else self._function(self._model, rows)
         return to_columns(returned, block.writes, claim.count, subject=f"node {block.name}")
@@ -161,14 +161,3 @@ class NodeRole:
             self._extended_at = time.monotonic()
             self._store.extend(self._claim)
             self._context.progress()
-
-
-class _Taken(list[NodeRow]):
-    """Rows that tell when the next one is taken up."""
-
-    taking: Callable[[], None]
-
-    def __iter__(self) -> Iterator[NodeRow]:
-        for row in super().__iter__():
-            self.taking()
-            yield row

@@ -88,6 +88,21 @@ under_lease('finish', function(t, held, args)
   return {'ok', over and 1 or 0}
 end)
 
+-- lose(slot, serial, call, stage, number of units, units..., {chunk, first, count}...): what the stage made of these rows of the claim
+-- is gone; they are not the claim's any more. {"ok", 0}.
+under_lease('lose', function(t, held, args)
+  local i, maker, split, some = held.stage, args[4], 5 + args[5], {}
+  local how, key = {i, maker, {unpack(args, 6, split)}}, 'lose' .. held.stage .. '/' .. args[4]
+  for k = split + 1, #args do some[#some + 1] = args[k] end
+  each_chunk(t, some, 1, function(chunk, ranges)
+    local lost = move(t, chunk, ranges, key, to_lost, how)
+    add_to(t, i, TAKEN, -lost)
+    add_to(t, maker, TAKEN, -lost)
+    join(t, chunk)
+  end)
+  return {'ok', 0}
+end)
+
 -- Take away the leases of stage i on rows that are used more than once and redone now: they would outlive this use.
 -- `redone` maps chunks to lists of {first, end}. Returns the leases' records.
 local function take_leases(t, i, redone)

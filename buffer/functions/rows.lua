@@ -89,6 +89,25 @@ local function to_ended(config, sig, how)
   return settled(config, sig)
 end
 
+-- What a stage made of the row is gone, as stage `how[1]`, which has it leased, found out: `how` is {that stage, the stage that made
+-- it, its units}. It is made again; stages that are done with it stay so.
+local function to_lost(config, sig, how)
+  local at, maker = config.pos[how[1]], config.pos[how[2]]
+  if string.byte(sig, 1) ~= 111 or string.byte(sig, at) ~= 108 then return nil end
+  sig = with(sig, at, 'w' .. string.char(math.max(FIRST, string.byte(sig, at + 1) - 1)))
+  for _, j in ipairs(how[3]) do sig = with(sig, 2 + j, '0') end
+  for i, stage in ipairs(config.stages) do
+    local char = string.byte(sig, config.pos[i])
+    if not stage.ended and (char == 114 or char == 99) then
+      for _, j in ipairs(stage.units) do
+        if string.byte(sig, 2 + j) ~= 49 then sig = with(sig, config.pos[i], 'w') end
+      end
+    end
+  end
+  if string.byte(sig, maker) == 97 then sig = with(sig, maker, 'w0') end
+  return settled(config, sig)
+end
+
 -- Alive again after it was dead: ready once more for all that it is not done with.
 local function to_retried(config, sig)
   if string.byte(sig, 1) ~= 120 then return nil end

@@ -126,7 +126,7 @@ def check_place(recipe: Recipe, role: str, index: int) -> None:
     known_roles = dict.fromkeys((*ROLES, *workers))
     if role not in known_roles:
         raise UsageError("ROLE", got=repr(role), expected=f"one of {', '.join(known_roles)}")
-    if role not in FIXED and role in workers and recipe.own_critic(role) is None:
+    if role not in (*FIXED, *recipe.mesh_nodes) and role in workers and recipe.own_critic(role) is None:
         return
     if index >= workers.get(role, 0):
         known = f"0 to {workers[role] - 1}" if role in workers else "no worker of this role (kl_coef is 0)"
@@ -145,6 +145,10 @@ def role_class(role: str, process: Process) -> Callable[..., Role]:
 
         return partial(JoinedNode, block=joined)
     node = next((block for block in process.recipe.nodes if block.name == role), None)
+    if node is not None and node.method is not None:
+        from rlmq.consumers.mesh_node import MeshNode
+
+        return MeshNode
     if node is not None and node.function is not None:
         found = load_function(node.function, process.recipe_folder, subject=f"node {role}")
         if isinstance(found, type) and hasattr(found, "work"):

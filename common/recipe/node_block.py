@@ -6,11 +6,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from rlmq.common.layouts.layout import MeshShape
 from rlmq.common.recipe.block import PositiveInt
 from rlmq.common.recipe.reward_block import RewardBlock
 from rlmq.common.recipe.stage_block import StageBlock
 
-ColumnKind = Literal["bool", "int", "float", "str", "list[int]", "list[float]"]
+ColumnKind = Literal["bool", "int", "float", "str", "list[int]", "list[float]", "tensor"]
 
 
 class NodeBlock(StageBlock):
@@ -48,7 +49,26 @@ class NodeBlock(StageBlock):
     threads: PositiveInt | None = Field(
         default=None, description="Compute threads per process; none: all cores with a model, else 1."
     )
-    max_rows: PositiveInt = Field(default=64, description="Most rows that the function gets at once.")
+    max_rows: PositiveInt = Field(
+        default=64,
+        description="Most rows that the function gets at once; with `method`, in a micro-batch of a rank.",
+    )
+    method: str | None = Field(
+        default=None,
+        description="A method of the class, with @rlmq.register: the workers are ranks of one mesh that the "
+        "controller calls; the transfer protocol deals the rows.",
+    )
+    pp: PositiveInt = Field(default=1, description="Pipeline stages of that mesh.")
+    tp: PositiveInt = Field(default=1, description="Tensor ranks of each stage.")
+    cuts: dict[str, int] = Field(
+        default_factory=dict,
+        description="Dimension along which tensor ranks hold, or want, a column of type tensor; else it is whole.",
+    )
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The ranks, where there is a `method`."""
+        return MeshShape(self.pp, self.tp, self.workers // (self.pp * self.tp))
 
     @model_validator(mode="after")
     def _one_kind(self) -> NodeBlock:
@@ -63,6 +83,17 @@ class NodeBlock(StageBlock):
         of_sum = [name for name in names if getattr(self.scorer, name) != getattr(plain, name)]
         if of_sum:
             raise ValueError(f"scorer: no {of_sum[0]}; the item `column` of reward has it")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_of_a_mesh(self) -> NodeBlock:
+        if self.method is None:
+            if (self.pp, self.tp, self.cuts) != (1, 1, {}) or "tensor" in self.writes.values():
+                raise ValueError("method with pp, tp, cuts or a column of type tensor")
+        elif self.function is None or self.model is not None:
+            raise ValueError("function file.py:Class, and no model, with method")
+        if self.workers % (self.pp * self.tp):
+            raise ValueError(f"workers: a multiple of pp · tp = {self.pp * self.tp}, not {self.workers}")
         return self
 
     @model_validator(mode="after")

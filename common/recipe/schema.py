@@ -373,6 +373,11 @@ class Recipe(Block):
         roles = dict.fromkeys(node.role for flow in flows_of(self) for node in flow)
         return {role: getattr(self.place_of(role), "workers", 1) for role in roles}
 
+    @property
+    def mesh_nodes(self) -> dict[str, NodeBlock]:
+        """Nodes whose workers are the ranks of one mesh."""
+        return {node.name: node for node in self.nodes if node.method is not None}
+
     def place_of(self, role: str) -> RolePlacement | NodeBlock | OwnCriticBlock | None:
         """How many workers and threads a role was given; None: one worker, placed by nobody."""
         node = next((node for node in self.nodes if node.name == role), None)
