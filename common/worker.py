@@ -28,6 +28,7 @@ class WorkerContext:
     `progress` marks that work moved on (leases are extended by progress, not by being alive);
     `serving` tells which policy version a rollout worker generates with from now on;
     `stopping` becomes true when the process was told to end: long work gives up at its next boundary;
+    `call` is the id of the call that it works on, for the lineage; "" while it works on rows of its stage;
     `waits` names what it sleeps for ("rows of stage reward"), until work moves on again.
     """
 
@@ -46,6 +47,7 @@ class WorkerContext:
     desired: Callable[[], Desired | None]
     stopping: Callable[[], bool]
     waits: Callable[[str], None] = lambda _: None
+    call: Callable[[], str] = lambda: ""
 
 
 class Role(Protocol):

@@ -91,6 +91,7 @@ class Worker:
             desired=lambda: self._desired,
             stopping=self._halt.is_set,
             waits=self._state.waits,
+            call=lambda: self._state.call,
         )
 
     def run(self, make_role: MakeRole) -> int:

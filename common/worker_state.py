@@ -59,6 +59,11 @@ class WorkerState:
         if what != self._wait:
             self._wait, self._wait_since = what, time.monotonic()
 
+    @property
+    def call(self) -> str:
+        """The call that it works on; "" where there is none."""
+        return self._call
+
     def takes(self, call_id: str) -> None:
         """It works on this call; "" when it is done."""
         self._call, self._wait, self._moved_at = call_id, "", time.monotonic()

@@ -22,8 +22,10 @@ from rlmq.buffer.recording import Recording, place_of
 from rlmq.buffer.store import Claim, ExperienceStore, RowRange
 from rlmq.buffer.tables import TRAIN
 from rlmq.common.calls import Calls
+from rlmq.common.engines.micro_batches import build_micro_batch
 from rlmq.common.errors import IntegrityError, UsageError
 from rlmq.common.logs import configure
+from rlmq.common.models import load_tokenizer
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
 from rlmq.common.worker import WorkerContext
@@ -57,8 +59,11 @@ class RecordedRows:
         Raises:
             IntegrityError: the recording lacks a row. UsageError: it has no such column.
         """
-        rows = self._recording.read(table, steps=_steps(ids))
-        places = pc.index_in(pa.array(ids, pa.string()), value_set=rows["sample_id"].combine_chunks())
+        wanted, rows = pa.array(ids, pa.string()), self._recording.read(table, steps=_steps(ids))
+        places = pc.index_in(wanted, value_set=rows["sample_id"].combine_chunks())
+        if places.null_count:  # rows that are recorded in another step than their names say
+            rows = self._recording.read(table)
+            places = pc.index_in(wanted, value_set=rows["sample_id"].combine_chunks())
         if places.null_count:
             missing = ids[pc.index(pc.is_null(places), True).as_py()]
             got = f"no row {missing}"
@@ -116,6 +121,18 @@ class Replay(ActorRole):
         if entry is None:
             raise UsageError(f"run {self._context.run.run_id}", got=f"no step {step} in its batch log")
         return sorted(_steps(entry.rows) or {step})
+
+    def ratios(self, rows: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, float]]]:
+        """Each token of these rows' responses: its text, and log of its probability now over that at generation."""
+        tokenizer = load_tokenizer(self._model_folder)
+        found = []
+        for row in rows:
+            micro = build_micro_batch([row["prompt_ids"]], [row["response_ids"]], pad_id=self._pad_id)
+            now = self._engine.logprobs(micro).logprobs[0].tolist()
+            texts = [str(tokenizer.decode([token])) for token in row["response_ids"]]
+            pairs = zip(now, row["rollout_logprobs"], strict=True)
+            found.append(list(zip(texts, (new - old for new, old in pairs), strict=True)))
+        return found
 
     def save(self, checkpoints: Path) -> None:
         """Put a checkpoint of the weights as they are now into this folder; step 0 has none."""

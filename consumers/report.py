@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from rlmq.common.run_folder import RunFolder
@@ -20,9 +19,7 @@ def draw_reward_curve(run: RunFolder) -> bool:
     Returns:
         False when there are no figures yet; nothing is written then.
     """
-    lines = _read(run.metrics)
-    train = _by_step(lines, "train")
-    evaluations = _by_step(lines, "eval")
+    train, evaluations = ({line["step"]: line for line in metrics_of(run, kind)} for kind in ("train", "eval"))
     if not train and not evaluations:
         return False
     # matplotlib only here: the recorder stays small as long as no report is asked for.
@@ -99,16 +96,11 @@ def _running_mean(values: list[float], window: int) -> list[float]:
     ]
 
 
-def _by_step(lines: list[dict[str, Any]], kind: str) -> dict[int, dict[str, Any]]:
-    """Lines of one kind by step, ascending; of a step that was redone, the last."""
-    found = {int(line["step"]): line for line in lines if line.get("kind") == kind}
-    return dict(sorted(found.items()))
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    if path.is_file():
-        for text in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                lines.append(json.loads(text))
-    return lines
+def metrics_of(run: RunFolder, kind: str | None = None) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl` by step, those of one kind or all; of a step that was redone, the last."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for text in run.metrics.read_text(errors="replace").splitlines() if run.metrics.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            found[line.get("kind", ""), int(line.get("step", 0))] = line
+    return [line for (own, _), line in sorted(found.items(), key=lambda item: item[0][1]) if kind in (None, own)]

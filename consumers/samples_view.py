@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import random as random_numbers
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from rlmq.buffer.recording import Recording, place_of
 from rlmq.common.errors import UsageError
 from rlmq.common.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Tokens = Sequence[tuple[str, float]]
+"""The tokens of a response as texts, and the logarithm of what their probability is now over what it was."""
+_SEEN = 12  # of 255: weaker colours are left out
 
 
 def show_samples(
@@ -23,6 +33,8 @@ def show_samples(
     random: int = 1,
     seed: int = 0,
     as_json: bool = False,
+    keep: Callable[[pa.Table], pa.Table] | None = None,
+    ratios: Callable[[Sequence[dict[str, Any]]], Sequence[Tokens]] | None = None,
 ) -> None:
     """Print samples of one step.
 
@@ -33,6 +45,8 @@ def show_samples(
         best, worst, random: how many of each; a sample is shown once.
         seed: of the random choice: the same samples each time.
         as_json: one JSON object per sample and line instead of text.
+        keep: takes some of the step's rows.
+        ratios: the tokens of rows with their log-prob ratios, by which they are coloured.
 
     Raises:
         UsageError: there are no such samples; the message says which there are.
@@ -47,13 +61,18 @@ def show_samples(
             remedy="Wait for the first step, or look at another run or --table",
         )
     chosen = max(one.last_step for one in segments) if step is None else step
-    rows = recording.read(table, steps=[chosen]).to_pylist()
+    found = recording.read(table, steps=[chosen])
+    rows = (keep(found) if keep is not None else found).to_pylist()
     picked = _pick(rows, best, worst, random, seed)
+    answered = [row for _, row in picked if row["response_ids"]] if ratios is not None else []
+    made = zip(answered, ratios(answered), strict=True) if ratios is not None else ()
+    tokens = {row["sample_id"]: one for row, one in made}
     if as_json:
         for title, row in picked:
-            sys.stdout.write(json.dumps({"pick": title, **_figures(row), **_texts(row)}) + "\n")
+            own = {"tokens": tokens.get(row["sample_id"])} if ratios is not None else {}
+            sys.stdout.write(json.dumps({"pick": title, **_figures(row), **_texts(row), **own}) + "\n")
     else:
-        _print(run, table, chosen, rows, picked)
+        _print(run, table, chosen, rows, picked, tokens)
 
 
 def _pick(
@@ -104,6 +123,7 @@ def _print(
     step: int,
     rows: Sequence[dict[str, Any]],
     picked: Sequence[tuple[str, dict[str, Any]]],
+    tokens: Mapping[str, Tokens],
 ) -> None:
     from rich.console import Console, Group
     from rich.panel import Panel
@@ -121,13 +141,28 @@ def _print(
             Text(_visible(row["prompt_text"] or ""), style="dim"),
             Rule(style="dim"),
             # Text, not markup: a response may contain square brackets, or control characters.
-            Text("(no response)", style="dim") if response is None else Text(_visible(response)),
+            Text("(no response)", style="dim") if response is None else _response(row, tokens),
             Rule(style="dim"),
             Text(_summary(_figures(row)), style="italic"),
         )
         console.print(
             Panel(body, title=Text(f"{title}  {row['sample_id']}"), title_align="left", border_style=styles[title])
         )
+
+
+def _response(row: dict[str, Any], tokens: Mapping[str, Tokens]) -> Text:
+    """The response; with ratios, what has become likelier green and what has become less likely red."""
+    from rich.text import Text
+
+    known = tokens.get(row["sample_id"])
+    if known is None:
+        return Text(_visible(row["response_text"]))
+    text = Text()
+    for token, log_ratio in known:
+        strength = round(255 * (1.0 - math.exp(-abs(log_ratio))))
+        colour = f"on rgb(0,{strength},0)" if log_ratio > 0 else f"on rgb({strength},0,0)"
+        text.append(_visible(token), style=colour if strength > _SEEN else "")
+    return text
 
 
 def _summary(figures: dict[str, Any]) -> str:

@@ -131,6 +131,12 @@ def samples(
     best: Annotated[int, typer.Option("--best", min=0, help="Samples with the greatest reward.")] = 3,
     worst: Annotated[int, typer.Option("--worst", min=0, help="Samples with the least reward.")] = 3,
     random: Annotated[int, typer.Option("--random", min=0, help="Samples drawn at random.")] = 3,
+    where: Annotated[
+        str | None, typer.Option("--where", help='Only these, by SQL: "truncated and reward < 0.5" (DuckDB).')
+    ] = None,
+    ratio: Annotated[
+        bool, typer.Option("--ratio", help="Colour tokens by how much likelier the newest checkpoint makes them.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
     folder: RunsFolder = _RUNS,
 ) -> int:
@@ -138,7 +144,16 @@ def samples(
     from rlmq.cli_read import samples_command
 
     return samples_command(
-        run, folder=folder, step=step, table=table, best=best, worst=worst, random=random, as_json=as_json
+        run,
+        folder=folder,
+        step=step,
+        table=table,
+        best=best,
+        worst=worst,
+        random=random,
+        as_json=as_json,
+        where=where,
+        ratio=ratio,
     )
 
 
@@ -200,6 +215,91 @@ def train_offline(
     from rlmq.cli_offline import offline_command
 
     return offline_command(words, folder=folder, order=order, fresh=fresh, dry_run=dry_run)
+
+
+@app.command()
+@ends_in_one_message
+def show(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[RUN] SAMPLE", help="The run (default: the newest), and a sample's id.")
+    ],
+    as_json: Json = False,
+    folder: RunsFolder = _RUNS,
+) -> int:
+    """Follow one sample: who wrote what of it, when, with which version, call, seed and reward, and its step."""
+    from rlmq.cli_show import show_command
+
+    return show_command(words, folder=folder, as_json=as_json)
+
+
+@app.command()
+@ends_in_one_message
+def sql(
+    query: Annotated[str, typer.Argument(metavar="QUERY", help="SQL over train, eval, … and metrics.")],
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Default: the newest.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row.")] = False,
+    folder: RunsFolder = _RUNS,
+) -> int:
+    """Ask the recordings and figures of runs by SQL (DuckDB, the extra `analysis`)."""
+    from rlmq.cli_sql import sql_command
+
+    return sql_command(query, runs or [], folder=folder, as_json=as_json)
+
+
+@app.command()
+@ends_in_one_message
+def diff(
+    first: Annotated[str, typer.Argument(metavar="RUN")],
+    second: Annotated[str, typer.Argument(metavar="RUN")],
+    as_json: Json = False,
+    folder: RunsFolder = _RUNS,
+) -> int:
+    """Compare two runs: their recipes, the first step that differs and what of it, their last figures."""
+    from rlmq.cli_compare import diff_command
+
+    return diff_command(first, second, folder=folder, as_json=as_json)
+
+
+@app.command()
+@ends_in_one_message
+def report(
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs to be compared; default: the newest.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: report.html of the first run.")
+    ] = None,
+    folder: RunsFolder = _RUNS,
+) -> int:
+    """Write one HTML file: curves, lengths, what each process did, samples, failures.
+
+    Runs that differ in their seed alone are drawn as their mean with a band of 95 %.
+    """
+    from rlmq.cli_compare import report_command
+
+    return report_command(runs or [], folder=folder, output=output)
+
+
+@app.command()
+@ends_in_one_message
+def sweep(
+    recipe: RecipeArgument,
+    axes: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY=A,B,C...", help="Values to be tried; several keys: all combinations."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The report; default: in the runs' folder."),
+    ] = None,
+) -> int:
+    """Make a run for each combination of values, then one report of all.
+
+    The same command goes on where it was stopped.
+    """
+    from rlmq.cli_compare import sweep_command
+
+    return sweep_command(recipe, axes, output=output)
 
 
 @app.command()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rlmq.common.errors import DependencyError, UsageError
+from rlmq.common.run_folder import RunFolder
 from rlmq.controller.runs import find_run, write_atomically
 
 
@@ -23,16 +26,40 @@ def samples_command(
     worst: int,
     random: int,
     as_json: bool,
+    where: str | None,
+    ratio: bool,
 ) -> int:
     """`rlmq samples`."""
     if table not in ("train", "eval"):
         raise UsageError("--table", got=repr(table), expected="train or eval")
     from rlmq.consumers.samples_view import show_samples
 
+    found = find_run(folder, run)
     show_samples(
-        find_run(folder, run), step=step, table=table, best=best, worst=worst, random=random, as_json=as_json
+        found,
+        step=step,
+        table=table,
+        best=best,
+        worst=worst,
+        random=random,
+        as_json=as_json,
+        keep=partial(_where, where) if where is not None else None,
+        ratios=partial(_ratios, found) if ratio else None,
     )
     return 0
+
+
+def _where(condition: str, rows: Any) -> Any:
+    from rlmq.cli_sql import query_tables
+
+    return query_tables({"rows": rows}, f"select * from rows where {condition}")
+
+
+def _ratios(run: RunFolder, rows: Sequence[dict[str, Any]]) -> Any:
+    """By the newest checkpoint."""
+    from rlmq.cli_replay import replay_at
+
+    return replay_at(run).ratios(rows)
 
 
 def algorithms_command() -> int:

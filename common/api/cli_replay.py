@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,6 +90,15 @@ def replay_command(
         raise UsageError("--step", got="none", expected="the step that another method is compared at")
     other = recipe_of(run, overrides)
     return _compare(run, loaded, other, step, reward, max_staleness, as_json=as_json)
+
+
+def replay_at(run: RunFolder, step: int | None = None) -> Replay:
+    """A replay at the newest checkpoint (up to a step), in a process with the actor's threads."""
+    loaded = recipe_of(run)
+    _begin_torch(loaded.recipe)
+    from rlmq.consumers.replay import RecordedRows, Replay
+
+    return Replay(loaded.recipe, loaded.folder, run, RecordedRows(run), step or sys.maxsize)
 
 
 def _begin_torch(recipe: Recipe) -> None:
