@@ -28,7 +28,6 @@ from rlmq.common.engines.training import (
 )
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, RlmqError
 from rlmq.common.layouts.layout import MeshShape
-from rlmq.common.layouts.part import WeightPart
 from rlmq.common.layouts.weight_sync import WeightSender
 from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
 from rlmq.common.recipe.load import recipe_hash
@@ -56,7 +55,6 @@ class ActorRole(Trainer[TrainingEngine]):
             timeout_s=self._recipe.deadlines.sync_s,
         )
         self._formed: Found | None = None
-        self._earlier: tuple[int, WeightPart] | None = None
         self._prompts: tuple[int, ...] = ()
         self._fingerprints = Fingerprints(context.run.fingerprints)
         if context.rank == 0:
@@ -165,8 +163,6 @@ class ActorRole(Trainer[TrainingEngine]):
             return False
         entry, batch = found
         updates = self._for_this_mesh(entry.updates, step)
-        if self._exact_ahead:
-            self._earlier = (step - 1, self._engine.part().copied())
         micro_batches = self._micro_batches(batch, batch.ragged(), updates)
         self._add_old_logprobs(micro_batches)
         learn = partial(self._engine.accumulate, loss=partial(self._algorithm.loss, state=entry.state))
@@ -267,19 +263,7 @@ class ActorRole(Trainer[TrainingEngine]):
             )
             for block in self._recipe.losses
         ]
-        self._check_staleness(entry)
-        table = self._recipe.table_of(step)
-        return msgspec.structs.replace(entry, prompts=self._prompts, losses=tuple(losses), table=table)
-
-    def _check_staleness(self, entry: BatchEntry) -> None:
-        """The schedule's bound holds by construction; here it is seen to.
-
-        Raises:
-            IntegrityError: a row was generated with older weights.
-        """
-        most, found = self._recipe.schedule.staleness, entry.step - 1 - entry.behaviour_versions[0]
-        if most and found > most:
-            raise IntegrityError(f"staleness of step {entry.step}", got=found, expected=f"at most {most}")
+        return msgspec.structs.replace(entry, prompts=self._prompts, losses=tuple(losses))
 
     def _claim_tables(self, step: int) -> dict[str, Claim] | None:
         """The step's rows of each table; see `_claim_all`."""
@@ -301,7 +285,6 @@ class ActorRole(Trainer[TrainingEngine]):
         seen: TableCounts | None = None
         heads = self._heads if table == TRAIN else {}
         columns = (*batch_columns(self._algorithms[table], heads), *self._more(table))
-        table = self._recipe.table_of(step) if table == TRAIN else table
         moved_at = time.monotonic()
         while time.monotonic() - moved_at < self._recipe.deadlines.step_s:
             self._store.expire()
@@ -351,23 +334,17 @@ class ActorRole(Trainer[TrainingEngine]):
     # -- weights --------------------------------------------------------------------------------------------
 
     def _offer(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Be at the wanted version (all ranks), then open the meeting place (rank 0).
-
-        Later weights are offered where the wanted ones are gone.
-        """
-        wanted = int(args["version"])
-        self._catch_up(wanted)
+        """Be at the wanted version (all ranks), then open the meeting place (rank 0)."""
+        self._catch_up(int(args["version"]))
         if self._context.rank != 0:
             return {}
         meeting = self._sender.offer(args["generation"], tuple(args["members"]))
-        kept = self._earlier is not None and self._earlier[0] == wanted
-        return {"meeting": msgspec.to_builtins(meeting), "version": wanted if kept else self._trained}
+        return {"meeting": msgspec.to_builtins(meeting), "version": self._trained}
 
     def _send_weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Send this rank's part of what each replica lacks."""
         self._context.activity("syncing")
-        meeting, version = msgspec.convert(args["meeting"], Rendezvous), int(args["version"])
-        kept = self._earlier if self._earlier is not None and self._earlier[0] == version else None
+        meeting = msgspec.convert(args["meeting"], Rendezvous)
 
         def gone(member: str) -> bool:
             """Whether the controller has given up the member's call to receive."""
@@ -375,7 +352,7 @@ class ActorRole(Trainer[TrainingEngine]):
             return any(one.released and member == f"rollout-{one.rank}" for one in results)
 
         try:
-            stats = self._sender.send(meeting, kept[1] if kept else self._engine.part(), version, gone)
+            stats = self._sender.send(meeting, self._engine.part(), int(args["version"]), gone)
         except RlmqError as error:  # a receiver's end, or an offer of an earlier incarnation, is not the trainer's
             return {"failed": str(error)}
         WEIGHT_SYNC_BYTES.labels(direction="sent").inc(stats.bytes)
