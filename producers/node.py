@@ -68,6 +68,7 @@ class NodeRole:
                 context.recipe_folder,
                 while_waiting=self._taking,
                 start_s=recipe.deadlines.start_s,
+                most_calls=self._block.max_deliveries,
             )
 
     def handlers(self) -> Mapping[str, CallHandler]:
@@ -105,7 +106,8 @@ class NodeRole:
         began = time.monotonic()
         name, block = self._block.name, self._block
         try:
-            columns = self._computed(claim) if self._runner is None else self._scored(claim, self._runner)
+            dead: list[int] = []
+            columns = self._computed(claim) if self._runner is None else self._scored(claim, self._runner, dead)
         except (Terminated, Fenced, DeadlineExceeded):
             raise
         except Exception as error:  # noqa: BLE001 - the user's function may raise anything
@@ -118,6 +120,7 @@ class NodeRole:
         ended = [index for index, one in enumerate(kept) if not one]
         if ended:  # before the column, so that no stage ever sees such a row as kept
             self._store.finish(claim, "filtered", block.reason, rows=ended)
+        ended += dead
         if len(ended) < claim.count:
             # Whether the recorder sees an ended row before or after this is a matter of time: it has none of it.
             arrays = [pa.array(without(columns[field.name], ended), field.type) for field in self._schema]
@@ -139,8 +142,8 @@ class NodeRole:
         returned = self._function(rows) if self._model is None else self._function(self._model, rows)
         return to_columns(returned, block.writes, claim.count, subject=f"node {block.name}")
 
-    def _scored(self, claim: Claim, runner: ProcessRewardRunner) -> dict[str, list[Any]]:
-        """The scorer's values; null is no verdict."""
+    def _scored(self, claim: Claim, runner: ProcessRewardRunner, dead: list[int]) -> dict[str, list[Any]]:
+        """The scorer's values; null is no verdict. `dead` gets the rows for which it always raises."""
         block, recipe = self._block, self._context.recipe
         assert block.scorer is not None
         self._claim, more = claim, [name for name in block.reads if name not in _SCORED]
@@ -151,6 +154,9 @@ class NodeRole:
             self._last = reason
             self._context.log.warning("node.no_verdict", table=claim.table, reason=reason)
         self._failed_rows += verdicts.values.count(None)
+        for row, trace in verdicts.raised.items() if claim.table == TRAIN else ():
+            self._store.finish(claim, "dead", trace, rows=[row])
+            dead.append(row)
         return dict.fromkeys(block.writes, verdicts.values)
 
     def _taking(self) -> None:

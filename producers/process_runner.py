@@ -40,6 +40,7 @@ class ProcessRewardRunner(RewardRunner):
         recipe_folder: where a relative file is looked up.
         while_waiting: called about once a second during a call, to extend leases.
         start_s: how long importing the user's file may take; it may load a model.
+        most_calls: how often a row for which the function raises is tried, alone.
 
     Raises:
         UsageError: no such file or function, an import that fails, or parameters of neither signature.
@@ -53,9 +54,11 @@ class ProcessRewardRunner(RewardRunner):
         *,
         while_waiting: Callable[[], None] | None = None,
         start_s: float = 180.0,
+        most_calls: int = 1,
     ) -> None:
         self._block = block
         self._start_s = start_s
+        self._most_calls = most_calls
         self._name = name
         self._folder = recipe_folder
         self._while_waiting = while_waiting
@@ -86,19 +89,21 @@ class ProcessRewardRunner(RewardRunner):
     def _part_by_part(self, rows: Sequence[RewardRow]) -> Verdicts:
         """One call; where it raises, dies or takes too long, its halves: such a row takes no other's verdict.
 
-        What it returned is never a reason: a lone value would fit a lone row. There are calls enough to find one
-        such row, within three times the limit of a call.
+        What it returned is never a reason: a lone value would fit a lone row. All rows for which it raises are
+        found, and of those for which it dies or takes too long one, within three times the limit of a call.
         """
         values: list[float | None] = [None] * len(rows)
         fields: list[dict[str, Any]] = [{} for _ in rows]
         failures: list[str] = []
         notes: list[str] = []
+        raised: dict[int, str] = {}
         timed_out, parts, left = False, [range(len(rows))], 2 * len(rows).bit_length()
         deadline = time.monotonic() + GREATEST_TIMEOUTS * self._block.timeout_s
         while parts and left > 0:
             part = parts.pop()
-            verdict, late, ended = self._call([rows[row] for row in part])
-            left -= 1
+            verdict, late, ended = self._tried([rows[row] for row in part])
+            left -= self._connection is None
+            raised.update((part.start, trace) for trace in verdict.raised.values())
             timed_out |= late
             notes += verdict.notes
             if verdict.failure:
@@ -112,30 +117,41 @@ class ProcessRewardRunner(RewardRunner):
                 timed_out, left = timed_out or bool(parts), 0
         told = tuple(dict.fromkeys((*failures, *notes)))
         failure = failures[0] if failures and all(value is None for value in values) else ""
-        return Verdicts(values, failure, told, timed_out, tuple(fields) if any(fields) else ())
+        return Verdicts(values, failure, told, timed_out, tuple(fields) if any(fields) else (), raised)
 
     def _row_by_row(self, rows: Sequence[RewardRow]) -> Verdicts:
         values: list[float | None] = []
         notes: list[str] = []
         fields: list[dict[str, Any]] = []
+        raised: dict[int, str] = {}
         timeouts = 0
         for index, row in enumerate(rows):
             if timeouts == GREATEST_TIMEOUTS:
                 notes.append(f"{self._block.source}: {timeouts} time-outs, so rows {index} and on were not scored")
                 values += [None] * (len(rows) - index)
                 break
-            verdict, timed_out, _ = self._call([row])
+            verdict, timed_out, _ = self._tried([row])
+            raised.update((index, trace) for trace in verdict.raised.values())
             timeouts += timed_out
             values += verdict.values
             fields += verdict.fields or [{}]
             notes += [verdict.failure] if verdict.failure else list(verdict.notes)
         failure = notes[0] if notes and all(value is None for value in values) else ""
         fields += [{}] * (len(rows) - len(fields))
-        return Verdicts(values, failure, tuple(notes), timeouts > 0, tuple(fields) if any(fields) else ())
+        return Verdicts(values, failure, tuple(notes), timeouts > 0, tuple(fields) if any(fields) else (), raised)
 
     def close(self) -> None:
         """End its process."""
         self._end()
+
+    def _tried(self, rows: Sequence[RewardRow]) -> tuple[Verdicts, bool, bool]:
+        """One call; with a row alone for which it raises, some more."""
+        found = self._call(rows)
+        for _ in range(self._most_calls - 1):
+            if not found[0].raised:
+                break
+            found = self._call(rows)
+        return found
 
     def _call(self, rows: Sequence[RewardRow]) -> tuple[Verdicts, bool, bool]:
         """One call of the function; whether it timed out, and whether it did not return."""
@@ -177,7 +193,10 @@ class ProcessRewardRunner(RewardRunner):
         reply = self._receive(connection, deadline, ScoreReply)
         if reply.call != self._calls or len(reply.values) != len(rows) or len(reply.fields) not in (0, len(rows)):
             raise DecodeError(self._subject, got="an answer to another call", expected=f"call {self._calls}")
-        verdicts = Verdicts(reply.values, reply.failure, tuple(reply.notes), fields=tuple(reply.fields))
+        raised = {0: reply.traceback} if reply.traceback and len(rows) == 1 else {}
+        verdicts = Verdicts(
+            reply.values, reply.failure, tuple(reply.notes), fields=tuple(reply.fields), raised=raised
+        )
         return verdicts, reply.raised
 
     def _start(self) -> Connection:

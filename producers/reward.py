@@ -2,7 +2,8 @@
 
 A row's reward is the sum of weight times value over the functions that gave it one, as in TRL: a function that
 returned None does not count for that row. Where no function gave a value there is *no verdict*: in `train` the row
-ends as `filtered(no_verdict)`; in `eval` it goes on with a null reward, and the evaluation counts it.
+ends as `filtered(no_verdict)`; in `eval` it goes on with a null reward, and the evaluation counts it. A row of
+`train` for which a function raises, as often as `stages.reward.max_deliveries` says, is a dead letter.
 
 An operator may change weights (`rlmq set reward.NAME.weight=W`); each counts for rows of a step and later ones, so
 that a row's reward depends on its step and not on when it was scored.
@@ -88,6 +89,7 @@ class RewardRole(Role):
                         context.recipe_folder,
                         while_waiting=self._extend,
                         start_s=recipe.deadlines.start_s,
+                        most_calls=recipe.stages.reward.max_deliveries,
                     )
                 )
         except BaseException:
@@ -139,6 +141,7 @@ class RewardRole(Role):
         records = claim.rows.to_pylist()
         rows = [reward_row(record, self._columns[len(_COLUMNS) :]) for record in records]
         parts: list[list[float | None]] = []
+        raised: dict[int, str] = {}
         fields: list[dict[str, Any]] = [{} for _ in rows]
         for runner, block, name in zip(self._runners, recipe.reward, recipe.reward_names, strict=True):
             self._scoring = f"reward function {name}, at most {block.timeout_s:g} s a call"
@@ -149,6 +152,7 @@ class RewardRole(Role):
             for reason in [verdicts.failure] if verdicts.failure else verdicts.notes:
                 self._tell(reason)
             parts.append(verdicts.values)
+            raised.update(verdicts.raised)
             for row, own in zip(fields, verdicts.fields, strict=bool(verdicts.fields)):
                 row.update({name: own} if own else {})
             self._extend(force=True)
@@ -162,7 +166,8 @@ class RewardRole(Role):
         ]
         sums = [totals, costs] if recipe.has_cost else [totals]
         texts = [json.dumps(row) if row else None for row in fields]
-        self._write(claim, sums, parts, texts, Facts(tag=self._tag_with(weights)))
+        self._end_dead(claim, raised)
+        self._write(claim, sums, parts, texts, raised, Facts(tag=self._tag_with(weights)))
         self._context.progress()
         self._context.log.info(
             "reward.scored",
@@ -188,15 +193,22 @@ class RewardRole(Role):
         pairs = zip(self._objectives, values, strict=True)
         return total(weights, [value if own == objective else None for own, value in pairs], self._ensembles)
 
+    def _end_dead(self, claim: Claim, raised: Mapping[int, str]) -> None:
+        """Rows of an evaluation go on without a verdict, which it counts."""
+        for row, trace in raised.items() if claim.table == TRAIN else ():
+            self._store.finish(claim, "dead", trace, rows=[row])
+
     def _write(
         self,
         claim: Claim,
         sums: list[list[float | None]],
         parts: list[list[float | None]],
         fields: list[str | None],
+        raised: Mapping[int, str],
         facts: Facts,
     ) -> None:
-        missing = [index for index in range(claim.count) if any(values[index] is None for values in sums)]
+        none = {index for index in range(claim.count) if any(values[index] is None for values in sums)}
+        missing = sorted(none | set(raised)) if claim.table == TRAIN else sorted(none)
         if missing:
             self._failed_rows += len(missing)
             ROWS_WITHOUT_VERDICT.labels(claim.table).inc(len(missing))
@@ -206,7 +218,7 @@ class RewardRole(Role):
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         if ended:
             # Before the others' columns, so that no stage ever sees such a row as scored.
-            self._store.finish(claim, "filtered", "no_verdict", rows=ended)
+            self._store.finish(claim, "filtered", "no_verdict", rows=[row for row in ended if row not in raised])
         if len(ended) < claim.count:
             self._store.write(claim, batch, ack=True, facts=facts)
         ROWS_WRITTEN.labels(claim.table, _STAGE).inc(claim.count)

@@ -27,6 +27,7 @@ from rlmq.producers.reward_kinds import make_scorer
 from rlmq.producers.reward_messages import Connection, Hello, ScoreReply, ScoreRequest, decode_rows
 from rlmq.producers.reward_values import to_numbers
 
+_TRACE_CHARACTERS = 4000
 Rows = Sequence[tuple[Any, str, dict[str, Any]]]
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -161,13 +162,17 @@ class Scorer:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             message = str(user_error(error, self._file, subject=self._spec)).removesuffix(" Correct this line.")
             self._tell(message)
-            return self._failed(request, len(rows), message, raised=True)
+            trace = "" if isinstance(error, MemoryError) else traceback.format_exc()[-_TRACE_CHARACTERS:]
+            return self._failed(request, len(rows), message, raised=True, trace=trace)
         return ScoreReply(
             call=request.call, values=found.values, failure=found.failure, notes=found.notes, fields=found.fields
         )
 
-    def _failed(self, request: ScoreRequest, count: int, failure: str, *, raised: bool = False) -> ScoreReply:
-        return ScoreReply(call=request.call, values=[None] * count, failure=failure, raised=raised)
+    def _failed(
+        self, request: ScoreRequest, count: int, failure: str, *, raised: bool = False, trace: str = ""
+    ) -> ScoreReply:
+        none: list[float | None] = [None] * count
+        return ScoreReply(call=request.call, values=none, failure=failure, raised=raised, traceback=trace)
 
     def _tell(self, message: str) -> None:
         if message not in self._told:

@@ -38,8 +38,9 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     """One value per row, None where there is none; `failure` explains a whole call, `notes` single rows.
 
-    `raised`: it has no return value. `fields`: one mapping per row, of what was beside a score; [] where no row had
-    anything."""
+    `raised`: it has no return value; `traceback` is then what the function raised, unless it lacked memory.
+    `fields`: one mapping per row, of what was beside a score; [] where no row had anything.
+    """
 
     call: int
     values: list[float | None]
@@ -47,6 +48,7 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
     fields: list[dict[str, Any]] = []
     raised: bool = False
+    traceback: str = ""
 
 
 def encode_rows(rows: list[tuple[Any, str, dict[str, Any]]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlmq.common.errors import DeadlineExceeded
@@ -26,7 +26,8 @@ class Verdicts:
 
     `failure` says why a whole call gave none, `notes` what was wrong with single rows (NaN, a row that raised);
     `timed_out`: some have none because the time was over. `fields`: by row, what the function's dicts had beside
-    their scores; () where no row had anything.
+    their scores; () where no row had anything. `raised`: of rows for which the function raised again and again when
+    it was called with the row alone, the traceback.
     """
 
     values: list[float | None]
@@ -34,6 +35,7 @@ class Verdicts:
     notes: tuple[str, ...] = ()
     timed_out: bool = False
     fields: tuple[dict[str, Any], ...] = ()
+    raised: Mapping[int, str] = field(default_factory=dict)
 
 
 def reward_row(record: Mapping[str, Any], more: Sequence[str] = ()) -> RewardRow:

@@ -40,6 +40,10 @@ def odd(completions, n, **_): return [float(x % 2) for x in n]
 def picky(completions, n, **_): return [1.0 if x % 2 else None for x in n]
 def nothing(completions, **_): return [None] * len(completions)
 def broken(completions, **_): raise ValueError("no such answer")
+def poisoned(completions, n, **_):
+    with open(__file__ + ".calls", "a") as calls: print(*n, file=calls)
+    if 1 in n: raise ValueError("no such answer")
+    return [1.0] * len(completions)
 def nan(completions, n, **_): return [float("nan") if x == 0 else 1.0 for x in n]
 def slow(completions, **_):
     time.sleep(3)
@@ -250,9 +254,40 @@ def test_a_train_row_without_any_value_ends_as_filtered_and_the_others_go_on(ben
     assert ended.rows.column("response_text").to_pylist() == ["a", "c"]
 
 
-@pytest.mark.parametrize("name", ["broken", "nothing"])
-def test_a_call_without_verdicts_filters_the_whole_claim(bench: Bench, name: str) -> None:
-    role = bench.open(block(name))
+def test_a_row_for_which_a_function_always_raises_is_a_dead_letter_with_its_traceback(bench: Bench) -> None:
+    # given a function that raises for one row of a group, and another one that gives that row a value
+    role = bench.open(block("poisoned"), block("length"))
+    bench.put("a", "bb", "ccc")
+    # when
+    role.work()
+    # then it was tried alone as often as rows are delivered, and is dead; its siblings have their rewards
+    calls = (bench.folder / "rewards.py.calls").read_text().split("\n")
+    assert calls.count("1") == bench.recipe.stages.reward.max_deliveries == 3
+    assert bench.store.counts("train").ended == {"dead(ValueError: no such answer)": 1}
+    [letter] = bench.store.dead_letters("train")
+    assert (letter.stage, letter.range.first, letter.range.count) == ("reward", 1, 1)
+    assert letter.reason.startswith("Traceback") and "rewards.py" in letter.reason
+    claim = bench.claim("actor")
+    assert claim is not None
+    assert claim.rows.column("reward").to_pylist() == [2.0, 4.0]
+    # and when it is tried again with a function that was mended, it has one too
+    (bench.folder / "rewards.py").write_text(SOURCE.replace("if 1 in n", "if 7 in n"))
+    assert bench.store.retry(letter) == 1
+    bench.open(block("poisoned"), block("length")).work()
+    again = bench.claim("actor")
+    assert again is not None and again.rows.column("reward").to_pylist() == [3.0]
+
+
+def test_in_an_evaluation_such_a_row_has_no_verdict(bench: Bench) -> None:
+    role = bench.open(block("poisoned"))
+    bench.put("a", "b", table="eval")
+    role.work()
+    claim = bench.claim("evaluation", table="eval")
+    assert claim is not None and claim.rows.column("reward").to_pylist() == [1.0, None]
+
+
+def test_a_call_without_verdicts_filters_the_whole_claim(bench: Bench) -> None:
+    role = bench.open(block("nothing"))
     bench.put("a", "b")
 
     assert role.work()
