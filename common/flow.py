@@ -97,7 +97,7 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
     referee = Handing.of(recipe.stages.reference)
     if not spec_of(recipe.algorithm.name).online:
         flow = offline_flow(algorithm.needs, reference=algorithm.needs_reference, referee=referee)
-        return with_nodes(flow, recipe.nodes)
+        return _judged(with_nodes(flow, recipe.nodes), recipe)
     flow = sample_flow(
         recipe.reward_names,
         cost=recipe.has_cost,
@@ -111,7 +111,8 @@ def flow_of(recipe: Recipe) -> tuple[FlowNode, ...]:
         reward=Handing.of(recipe.stages.reward),
         referee=referee,
     )
-    return recorded_flow(flow) if recipe.data.recorded is not None else with_nodes(flow, recipe.nodes)
+    flow = recorded_flow(flow) if recipe.data.recorded is not None else with_nodes(flow, recipe.nodes)
+    return _judged(flow, recipe)
 
 
 def recorded_flow(flow: Sequence[FlowNode]) -> tuple[FlowNode, ...]:
@@ -120,6 +121,13 @@ def recorded_flow(flow: Sequence[FlowNode]) -> tuple[FlowNode, ...]:
     columns = [replace(c, writer="prompts") for node in flow if node.name in brought for c in node.writes]
     prompts, *others = (node for node in flow if node.name not in brought)
     return (replace(prompts, writes=(*prompts.writes, *columns)), *others)
+
+
+def _judged(flow: tuple[FlowNode, ...], recipe: Recipe) -> tuple[FlowNode, ...]:
+    """Where the actor is its own reference, that is its work."""
+    if not recipe.own_reference:
+        return flow
+    return tuple(replace(node, role="actor") if node.name == "reference" else node for node in flow)
 
 
 def flows_of(recipe: Recipe) -> tuple[tuple[FlowNode, ...], ...]:
@@ -133,7 +141,7 @@ def flows_of(recipe: Recipe) -> tuple[tuple[FlowNode, ...], ...]:
     referee = Handing.of(recipe.stages.reference)
     return (
         flow_of(recipe),
-        *(_loss_flow(table, algorithm_of(own), referee) for table, own in recipe.tables.items()),
+        *(_judged(_loss_flow(table, algorithm_of(own), referee), recipe) for table, own in recipe.tables.items()),
     )
 
 

@@ -14,10 +14,13 @@ import msgspec
 import numpy as np
 
 from rlmq.buffer.batch_log import BatchEntry, LoggedLoss, Update
+from rlmq.buffer.response_scoring import ResponseScoring
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest, TableCounts
 from rlmq.buffer.tables import TRAIN
+from rlmq.common.columns import REFERENCE_COLUMNS
 from rlmq.common.engines.registry import TRAINING
 from rlmq.common.engines.scoring import ScoringEngine, load_scorer, scorer_config
+from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import (
     LossFunction,
     LossTerms,
@@ -27,6 +30,7 @@ from rlmq.common.engines.training import (
     TrainingSettings,
 )
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, RlmqError
+from rlmq.common.flow import flows_of
 from rlmq.common.layouts.layout import MeshShape
 from rlmq.common.layouts.weight_sync import WeightSender
 from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
@@ -54,6 +58,7 @@ class ActorRole(Trainer[TrainingEngine]):
             delta=self._recipe.rollout.weight_sync == "delta",
             timeout_s=self._recipe.deadlines.sync_s,
         )
+        self._reference = self._own_reference() if self._recipe.own_reference else None
         self._formed: Found | None = None
         self._prompts: tuple[int, ...] = ()
         self._fingerprints = Fingerprints(context.run.fingerprints)
@@ -71,7 +76,8 @@ class ActorRole(Trainer[TrainingEngine]):
         return self._recipe.placement.actor.mesh
 
     def _build(self, checkpoint: Path | None) -> TrainingEngine:
-        folder, placed = checkpoint or self._model_folder, self._recipe.placement.actor
+        placed, lora = self._recipe.placement.actor, self._recipe.train.lora
+        folder = self._model_folder if checkpoint is None or lora.r is not None else checkpoint
         if self._algorithm.scorer:
             model = load_scorer(folder, pad_id=self._pad_id, seed=self._recipe.run.seed)
             self._config = scorer_config(model)
@@ -92,9 +98,12 @@ class ActorRole(Trainer[TrainingEngine]):
             part=self._mesh.part,
             generation=self._generation_places(),
             folder=self._context.recipe_folder,
+            seed=self._recipe.run.seed,
             options=options,
         )
         engine: TrainingEngine = TRAINING.find(placed.strategy, self._context.recipe_folder)(settings)
+        if isinstance(engine, TorchEngine) and engine.adapters is not None:
+            self._adapter = {**engine.adapters.config(), "base_model_name_or_path": self._recipe.model}
         return engine
 
     def _generation_places(self) -> list[Place] | None:
@@ -116,9 +125,36 @@ class ActorRole(Trainer[TrainingEngine]):
             "settle": self._settle,
         }
 
+    def _own_reference(self) -> ResponseScoring | None:
+        """The reference's work, where the policy without its adapters is the reference."""
+        nodes = [node for flow in flows_of(self._recipe) for node in flow if node.name == "reference"]
+        engine, facts = self._engine, Facts(tag=f"config {recipe_hash(self._recipe)}")
+        assert isinstance(engine, TorchEngine)
+        if not nodes:
+            return None
+        return ResponseScoring(
+            self._context,
+            self._store,
+            "reference",
+            [table for node in nodes for table in node.tables],
+            REFERENCE_COLUMNS,
+            lambda batch: {"ref_logprobs": engine.reference_logprobs(batch)},
+            pad_id=self._pad_id,
+            facts=lambda: facts,
+            min_batch=self._recipe.stages.reference.min_batch,
+        )
+
     def work(self) -> bool:
-        """The actor's row work is commanded: nothing to do by itself."""
-        return False
+        """The actor's row work is commanded, but for the reference's: False when there is none of it."""
+        return self._reference is not None and self._reference.work()
+
+    def wait(self, timeout_s: float, wake_fd: int) -> None:
+        """Sleep until a call comes, or rows of the reference."""
+        if self._reference is None:
+            super().wait(timeout_s, wake_fd)
+            return
+        self._settle_saved()
+        self._reference.wait(timeout_s, wake_fd)
 
     # -- training ------------------------------------------------------------------------------------------
 
@@ -300,8 +336,11 @@ class ActorRole(Trainer[TrainingEngine]):
             if claim is not None:
                 return claim
             raise_if_stopping(self._context)
+            if self.work():
+                continue
             self._context.waits(f"{rows} rows of stage actor in table {table}")
-            self._store.wait([Interest(table, "actor", rows=rows)] if rows else [], timeout_s=1.0)
+            more = [Interest(table, "reference")] if self._reference is not None else []
+            self._store.wait([Interest(table, "actor", rows=rows), *more] if rows else more, timeout_s=1.0)
         raise DeadlineExceeded(
             f"batch of step {step} in table {table}",
             got=f"{counts.ready.get('actor', 0)} of {counts.live} rows ready; leased: {dict(counts.leased)}",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
-_WEIGHTS, _OPTIMIZER = "model", "optimizer"
+_WEIGHTS, _OPTIMIZER, _ADAPTER = "model", "optimizer", "adapter"
 # Everything of a model folder that is neither weights nor code travels along: configuration and tokenizer.
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _NOT_COPIED = ("*.index.json", _MANIFEST)
@@ -64,6 +64,7 @@ class FileCheckpoints:
         recipe_hash: str = "",
         figures: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
+        adapter: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write the checkpoint of a step; nobody sees it before it is whole and on disk.
 
@@ -77,6 +78,7 @@ class FileCheckpoints:
             recipe_hash: of the recipe that trained.
             figures: the step's metrics.
             config: what `config.json` shall say beside the model folder's.
+            adapter: peft's configuration, where the trained weights are adapters: they lie in `adapter/` too.
 
         Raises:
             DependencyError: the disk is full or the folder cannot be written; older checkpoints are as before.
@@ -91,6 +93,8 @@ class FileCheckpoints:
                 own = without_aliases(weights.items())
                 files |= write_tensors(unfinished, _WEIGHTS, own, self._max_file_bytes)
                 files |= write_tensors(unfinished, _OPTIMIZER, optimizer_state, self._max_file_bytes)
+                if adapter is not None:
+                    files |= _write_adapter(unfinished, adapter, optimizer_state, self._max_file_bytes)
                 manifest = CheckpointManifest(
                     step, step, tuple(rows), world_size, files, recipe_hash, dict(figures or {})
                 )
@@ -301,6 +305,20 @@ def _copy_model_files(
     if "config.json" not in hashes:
         raise UsageError(f"model folder {source}", expected="a config.json in it")
     return hashes
+
+
+def _write_adapter(
+    target: Path, config: Mapping[str, Any], state: Mapping[str, torch.Tensor], max_file_bytes: int
+) -> dict[str, str]:
+    """A folder that peft loads beside the model that training began with. Returns the files' SHA-256."""
+    folder = target / _ADAPTER
+    folder.mkdir()
+    own = {f"base_model.model.{n.removeprefix('master.')}": t for n, t in state.items() if n.startswith("master.")}
+    hashes = write_tensors(folder, "adapter_model", own, max_file_bytes)
+    content = json.dumps(config, indent=2, sort_keys=True).encode()
+    hashes["adapter_config.json"] = write_file(folder / "adapter_config.json", [content])
+    _sync(folder)
+    return {f"{_ADAPTER}/{name}": value for name, value in hashes.items()}
 
 
 def _config(config: bytes, weights: Mapping[str, torch.Tensor], more: Mapping[str, Any]) -> bytes:

@@ -90,6 +90,7 @@ class Trainer(Generic[Engine]):
         self._protect: frozenset[int] | None = None
         self._metrics: dict[str, Any] = {}
         self._config: Mapping[str, Any] = {}  # what a checkpoint's config.json says beside the first model's
+        self._adapter: Mapping[str, Any] | None = None  # peft's configuration, where adapters are trained
         self._engine = self._restored()
         self._saved = SavedSteps(_Gathered(self._engine, self._mesh), self._trained, self._committed, context.log)
 
@@ -320,6 +321,7 @@ class Trainer(Generic[Engine]):
             recipe_hash=recipe_hash(self._recipe),
             figures=self._metrics,
             config=self._config,
+            adapter=self._adapter,
         )
 
     def _committed(self, _step: int) -> None:

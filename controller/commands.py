@@ -46,7 +46,17 @@ READS: Mapping[str, tuple[str, ...]] = {
         "evaluate",
         "redis",
     ),
-    "rollout": ("run", "model", "rollout", "evaluate", "train.dtype", "deterministic", "deadlines.sync_s", "redis"),
+    "rollout": (
+        "run",
+        "model",
+        "rollout",
+        "evaluate",
+        "train.dtype",
+        "train.lora",
+        "deterministic",
+        "deadlines.sync_s",
+        "redis",
+    ),
     "reward": (
         "run",
         "reward",

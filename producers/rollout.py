@@ -101,6 +101,11 @@ class RolloutRole:
             options=options,
         )
         made: GenerationEngine = GENERATION.find(rollout.engine, self._context.recipe_folder)(settings)
+        lora = recipe.train.lora
+        if lora.r is not None and lora.sync == "adapters" and "actor" in recipe.workers():
+            from rlmq.common.engines.adapted_engine import AdaptedEngine
+
+            return AdaptedEngine(made, folder, lora)
         return made
 
     def _sampling_at(self, temperature: float) -> Sampling:

@@ -142,7 +142,7 @@ def _algorithm_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
 
 
 def _engine_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
-    from rlmq.common.engines.registry import GENERATION, TRAINING
+    from rlmq.common.engines.registry import GENERATION, LORA, TRAINING, require_installed
 
     recipe, folder = loaded.recipe, loaded.folder
     rollout, actor, roles = recipe.rollout, recipe.placement.actor, recipe.workers()
@@ -157,6 +157,8 @@ def _engine_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     try:
         if "actor" in roles:
             TRAINING.check(actor.strategy, actor.strategy_options, folder, deterministic=fixed)
+        if recipe.train.lora.r is not None:
+            require_installed("train.lora", LORA)
     except RlmqError as error:
         yield error
 

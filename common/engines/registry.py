@@ -83,7 +83,7 @@ class EngineRegistry:
         """
         own = self.built_in.get(name)
         if own is not None:
-            self._require_installed(name, own)
+            require_installed(f"{self.key} {name}", own.needs)
             wanted, repeats = own.options, own.deterministic
         else:
             made = self.find(name, folder)
@@ -113,7 +113,7 @@ class EngineRegistry:
         """
         own = self.built_in.get(name)
         if own is not None:
-            self._require_installed(name, own)
+            require_installed(f"{self.key} {name}", own.needs)
             module, _, attribute = own.target.partition(":")
             made: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
             return made
@@ -149,18 +149,6 @@ class EngineRegistry:
         near = difflib.get_close_matches(name, self.names(), 1)
         return f"Did you mean {near[0]!r}?" if near else self.elsewhere.get(name, "")
 
-    def _require_installed(self, name: str, own: BuiltIn) -> None:
-        if own.needs is None:
-            return
-        module, versions, remedy = own.needs
-        packages = packages_distributions().get(module, [])
-        there = importlib.util.find_spec(module) is not None and packages
-        found = f"{packages[0]} {version(packages[0])}" if there else f"no package {module}"
-        if not there or not SpecifierSet(versions).contains(version(packages[0]), prereleases=True):
-            raise UsageError(
-                f"{self.key} {name}", got=f"{found} here", expected=f"{module} {versions}", remedy=remedy
-            )
-
     def _options(self, name: str, wanted: type[Block], options: Mapping[str, Any]) -> Block:
         try:
             return wanted.model_validate(dict(options))
@@ -175,6 +163,21 @@ class EngineRegistry:
                 remedy=f"Options of {name}: {known}",
             ) from error
 
+
+def require_installed(subject: str, needs: tuple[str, str, str] | None) -> None:
+    """See `BuiltIn`. Raises UsageError: not installed, or a version out of range."""
+    if needs is None:
+        return
+    module, versions, remedy = needs
+    packages = packages_distributions().get(module, [])
+    there = importlib.util.find_spec(module) is not None and packages
+    found = f"{packages[0]} {version(packages[0])}" if there else f"no package {module}"
+    if not there or not SpecifierSet(versions).contains(version(packages[0]), prereleases=True):
+        raise UsageError(subject, got=f"{found} here", expected=f"{module} {versions}", remedy=remedy)
+
+
+LORA = ("peft", ">=0.18,<0.22", "pip install 'rlmq[lora]'")
+"""What `train.lora` needs; see `BuiltIn`."""
 
 _VLLM = (
     "vllm",

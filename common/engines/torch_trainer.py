@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from rlmq.common.dtypes import manifest_of
+from rlmq.common.engines.adapters import Adapters, short
 from rlmq.common.engines.fully_sharded import like, shard_fully, whole, whole_by_name
 from rlmq.common.engines.learning_rate import learning_rate
 from rlmq.common.engines.shared_prompts import Places, places_of, sharing_cost
@@ -48,6 +49,8 @@ class TorchEngine:
         group: process group over which gradients are summed; None for one rank.
         sharded: each rank holds its slice of everything (`fully_sharded`): then `shards`, `state`, `load_state` and
             every pass are made by all ranks at once.
+        adapters: of the model, which are trained instead of its own weights. The state has them as `master.NAME`:
+            what is served is the sum.
 
     Attributes:
         watch: is shown this rank's gradients as they are when the optimizer gets them, and its weights after that.
@@ -61,8 +64,10 @@ class TorchEngine:
         temperature: float = 1.0,
         group: ProcessGroup | None = None,
         sharded: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         self.model = model
+        self.adapters = adapters
         self._block = block
         self._temperature = temperature
         self._group = group
@@ -88,14 +93,15 @@ class TorchEngine:
             fused=True,
         )
         model.eval()
-        model.requires_grad_(True)
+        if adapters is None:
+            model.requires_grad_(True)
         if block.activation_checkpointing:
             self._checkpoint_activations()
         self._takes_places = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._sharing = sharing_cost(model, self._served)
 
     def _split_masters(self) -> tuple[list[str], list[nn.Parameter], list[nn.Parameter]]:
-        """Names, computing weights and fp32 weights; the latter two are the same objects in float32.
+        """Of what is trained: names, computing weights and fp32 weights; the latter two are the same in float32.
 
         Only parameters change type: rotary frequencies are buffers and lose positions in bf16.
         """
@@ -104,9 +110,11 @@ class TorchEngine:
             weight.data = weight.data.float()
             master = weight
             if self._low_precision:
-                master = nn.Parameter(weight.data.clone())
+                master = nn.Parameter(weight.data.clone()) if weight.requires_grad else weight
                 weight.data = weight.data.bfloat16()
-            names.append(name)
+            if self.adapters is not None and not weight.requires_grad:
+                continue
+            names.append(short(name))
             weights.append(weight)
             masters.append(master)
         return names, weights, masters
@@ -127,16 +135,31 @@ class TorchEngine:
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by name, tied aliases included, in the order of `layout`; references unless sharded."""
-        yield from whole_by_name(self.model.state_dict().items(), self._served)
+        yield from whole_by_name(self._as_served(), self._served)
+
+    def _as_served(self) -> Iterable[tuple[str, torch.Tensor]]:
+        own = self.model.state_dict().items()
+        return own if self.adapters is None else self.adapters.merged(own)
 
     def part(self) -> WeightPart:
-        """This rank's own part of the weights, as they are served; references where it is stored so."""
-        return own_part(self.model.state_dict().items(), dtype=self._served)
+        """This rank's own part of the weights, as they are served; references where it is stored so.
+
+        With `lora.sync: adapters`, of those alone.
+        """
+        if self.adapters is not None and self._block.lora.sync == "adapters":
+            return own_part(self.adapters.alone(self.model.state_dict().items()), dtype=self._served)
+        return own_part(self._as_served(), dtype=self._served)
 
     def logprobs(self, batch: MicroBatch) -> PolicyOutput:
         """Log-probs and entropy of all real response tokens, without gradient."""
         with torch.no_grad():
             return self._forward(batch)
+
+    def reference_logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """Log-probs [rows, R] of the model without its adapters."""
+        assert self.adapters is not None
+        with self.adapters.off():
+            return self.logprobs(batch).logprobs
 
     def accumulate(self, batch: MicroBatch, loss: LossFunction) -> dict[str, float]:
         """Forward and backward; adds the gradient of `loss_sum`, returns the metric sums of this micro-batch."""
@@ -260,10 +283,9 @@ class TorchEngine:
             own = self._optimizer.state.get(master, {})
             for moment in ("exp_avg", "exp_avg_sq"):
                 named[f"{moment}.{name}"] = whole(own[moment] if moment in own else torch.zeros_like(master))
-            if self._served is not None:  # what is served has lost their last bits
+            # What is served has lost their last bits, or has adapters in a sum.
+            if self._served is not None or self._low_precision or self.adapters is not None:
                 named[f"master.{name}"] = whole(master.detach())
-            if self._low_precision:
-                named[f"master.{name}"] = master.detach()
         return named
 
     @torch.no_grad()
@@ -288,12 +310,14 @@ class TorchEngine:
 
 def make_engine(settings: TrainingSettings, *, sharded: bool = False) -> TorchEngine:
     """The engine `torch`: each rank holds everything."""
+    model, lora = load_model(settings.model, torch.float32), settings.block.lora
     return TorchEngine(
-        load_model(settings.model, torch.float32),
+        model,
         settings.block,
         temperature=settings.temperature,
         group=settings.group,
         sharded=sharded,
+        adapters=Adapters(model, lora, settings.seed) if lora.r is not None else None,
     )
 
 
@@ -312,7 +336,7 @@ def _require_same_tensors(own: Mapping[str, torch.Tensor], given: Mapping[str, t
         raise IntegrityError(
             "optimizer state",
             got=f"{len(differing)} tensors that do not match, the first is {differing[0]}",
-            expected="the names and shapes of this model and train.dtype",
+            expected="the names and shapes of this model, train.dtype and train.lora",
         )
 
 

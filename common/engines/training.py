@@ -86,6 +86,7 @@ class TrainingSettings:
         part: makes a group of some ranks; all of them ask for it in the same order.
         generation: what every rank generates with, where the actor's ranks do.
         folder: the recipe's, for functions that it names.
+        seed: of weights that are new.
         options: the engine's own (its `Options` block), as the recipe has them.
     """
 
@@ -98,6 +99,7 @@ class TrainingSettings:
     part: Callable[[str, Sequence[int]], ProcessGroup | None] = lambda _name, _ranks: None
     generation: list[Place] | None = None
     folder: Path = Path()
+    seed: int = 0
     options: Any = None
 
 

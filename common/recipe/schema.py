@@ -15,6 +15,7 @@ from rlmq.common.recipe.algorithm_block import AlgorithmBlock
 from rlmq.common.recipe.block import Beta, Block, PositiveFloat, PositiveInt
 from rlmq.common.recipe.critic_block import CriticBlock, OwnCriticBlock, RewardModelBlock
 from rlmq.common.recipe.data_block import DataBlock
+from rlmq.common.recipe.lora_block import LoraBlock
 from rlmq.common.recipe.loss_block import LossBlock
 from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.placement_block import ActorPlacement, RolePlacement
@@ -114,6 +115,7 @@ class TrainBlock(Block):
         default="float32", description="Type of compute and of served weights."
     )
     activation_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
+    lora: LoraBlock = Field(default_factory=LoraBlock, description="Adapters beside a frozen model.")
 
 
 class PlacementBlock(Block):
@@ -321,6 +323,10 @@ class Recipe(Block):
             raise ValueError(
                 f"placement.actor.strategy torch with algorithm reward_model: {strategy} trains language models"
             )
+        if self.train.lora.r is not None and (
+            strategy not in ("torch", "fsdp") or self.algorithm.name == "reward_model"
+        ):
+            raise ValueError("placement.actor.strategy torch or fsdp, and a policy, with train.lora")
         hybrid, engine = self.placement.actor.hybrid, self.rollout.engine
         if hybrid and (engine != "hf" or not self.algorithm.online):
             raise ValueError("rollout.engine hf, and an algorithm that generates, with placement.actor.hybrid")
@@ -336,6 +342,11 @@ class Recipe(Block):
         update = {"mixture": (), "eval": None, "passes": None, **data}
         own = {"algorithm": block.algorithm, "data": self.data.model_copy(update=update)}
         return self.model_copy(update={**own, "losses": (), "reward": (), "nodes": ()})
+
+    @property
+    def own_reference(self) -> bool:
+        """Whether the actor is its own reference: with its adapters off, where one rank can do that alone."""
+        return self.train.lora.r is not None and self.placement.actor.strategy == "torch"
 
     @property
     def has_cost(self) -> bool:

@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from contract.training_ranks import HERE, KEYS, ROWS
+from contract.training_ranks import HERE, KEYS, ROWS, SEED
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from unit.common.engines.torch_rows import block, micro_batches, rows_of, tiny_model
 
+from rlmq.common.engines.adapters import Adapters, short
 from rlmq.common.engines.registry import TRAINING
 from rlmq.common.errors import UsageError
+from rlmq.common.recipe.lora_block import LoraBlock
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,6 +45,11 @@ FLOAT32: dict[str, dict[str, Any]] = {
     "3d-4": {"engine": "3d", "dp": 2, "pp": 2, "tokens": 1},
     "plain-1": {"engine": "plain", "dp": 1, "tokens": 30},
     "plain-2": {"engine": "plain", "dp": 2, "tokens": 4000},
+}
+PLACES, ALPHA = ("q_proj", "down_proj"), 6.0
+ADAPTED = {
+    f"lora-{name}": {**FLOAT32[name], "train": {"lora": {"r": 3, "alpha": ALPHA, "targets": PLACES}}}
+    for name in ("torch-whole", "torch-2", "fsdp-2")
 }
 BFLOAT16 = {
     f"bf16-{name}": {**FLOAT32[name], "train": {"dtype": "bfloat16"}} for name in ("torch-2", "fsdp-2", "3d-2")
@@ -65,7 +72,7 @@ def trained(
     out = tmp_path_factory.mktemp("ranks")
     tasks = [
         {**task, "name": name, "model": str(models[task.get("model", "llama")])}
-        for name, task in (FLOAT32 | BFLOAT16).items()
+        for name, task in (FLOAT32 | BFLOAT16 | ADAPTED).items()
     ]
     path = os.pathsep.join([str(HERE.parent), *sys.path])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -94,11 +101,15 @@ def reference(models: dict[str, Path]) -> Callable[[str], tuple[list[tuple[float
     return of
 
 
-def _trained_in_float64(folder: Path) -> tuple[list[tuple[float, float]], Any]:
+def _trained_in_float64(
+    folder: Path, adapt: Callable[[Any], list[torch.nn.Parameter]] | None = None
+) -> tuple[list[tuple[float, float]], Any]:
+    """All weights are trained, or those that `adapt` puts into the model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    parameters = list(model.parameters()) if adapt is None else adapt(model)
     keys, told = block(**KEYS), []
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=keys.lr, betas=keys.betas, eps=keys.adam_epsilon, weight_decay=keys.weight_decay
+        parameters, lr=keys.lr, betas=keys.betas, eps=keys.adam_epsilon, weight_decay=keys.weight_decay
     )
     for count in ROWS:
         rows, total = rows_of(count), 0.0
@@ -110,7 +121,7 @@ def _trained_in_float64(folder: Path) -> tuple[list[tuple[float, float]], Any]:
             own = logprobs[torch.arange(len(response)), torch.tensor(response)].sum() * -advantage / counted
             own.backward()
             total -= advantage * len(response) / counted  # the ratio to itself is 1
-        told.append((total, float(torch.nn.utils.clip_grad_norm_(model.parameters(), keys.grad_clip))))
+        told.append((total, float(torch.nn.utils.clip_grad_norm_(parameters, keys.grad_clip))))
         optimizer.step()
     return told, model
 
@@ -176,6 +187,55 @@ def test_bf16_is_served_from_float32_masters(
         assert master.dtype == torch.float32 and torch.equal(master.bfloat16(), weights[key])
         moved, wanted = master - beginning[key], model.state_dict()[key].float() - beginning[key]
         assert float((moved - wanted).norm()) < 0.1 * float(wanted.norm()), key
+
+
+class Sum(torch.nn.Module):
+    """`W + alpha / r B A`, by hand."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + ALPHA / 3 * self.b @ self.a
+
+
+def adapted(model: Any) -> list[torch.nn.Parameter]:
+    """A is drawn as the engine draws it; the rest is written here."""
+    drawn = tiny_model()
+    Adapters(drawn, LoraBlock(r=3, alpha=ALPHA, targets=PLACES), SEED)
+    first = {short(name): weight.detach() for name, weight in drawn.named_parameters()}
+    model.requires_grad_(False)
+    found: list[torch.nn.Parameter] = []
+    for name, layer in list(model.named_modules()):
+        if name.endswith(PLACES):
+            a = first[f"{name}.lora_A.weight"].double()
+            assert float(a.abs().sum()) > 0 and not first[f"{name}.lora_B.weight"].any()
+            added = Sum(a, torch.zeros(layer.out_features, 3, dtype=torch.float64))
+            torch.nn.utils.parametrize.register_parametrization(layer, "weight", added)
+            found += [added.a, added.b]
+    return found
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_train_as_by_hand_and_are_told_merged(
+    name: str, trained: Mapping[str, Any], models: dict[str, Path]
+) -> None:
+    ranks = trained[name]
+    expected, model = _trained_in_float64(models["llama"], adapted)
+    for (loss, norm), (own_loss, own_norm) in zip(_steps(ranks), expected, strict=True):
+        assert loss == pytest.approx(own_loss, abs=2e-6)
+        assert norm == pytest.approx(own_norm, rel=1e-5)
+    weights, beginning = load_file(ranks[0]["folder"] / "whole" / "model.safetensors"), tiny_model().state_dict()
+    assert weights.keys() == beginning.keys()
+    layers = {f"{name}.weight": layer for name, layer in model.named_modules() if name.endswith(PLACES)}
+    assert len(layers) == 4
+    for key, weight in weights.items():
+        if key in layers:
+            assert float((weight.double() - layers[key].weight).abs().max()) < 3e-6, key
+            assert float((weight - beginning[key]).abs().max()) > 1e-4, key
+        else:
+            assert torch.equal(weight, beginning[key]), key
 
 
 def test_a_third_party_s_engine_is_found_and_its_options_are_its_own(third_party: None) -> None:

@@ -26,9 +26,11 @@ from rlmq.common.engines.micro_batches import plan_micro_batches
 from rlmq.common.engines.registry import TRAINING
 from rlmq.common.engines.training import TrainingEngine, TrainingSettings
 from rlmq.common.layouts.layout import MeshShape
+from rlmq.common.recipe.lora_block import LoraBlock
 
 ROWS = (7, 11, 13)  # of each step
 HERE = Path(__file__).parent
+SEED = 5
 KEYS: dict[str, Any] = {"grad_clip": 0.5}
 
 
@@ -55,15 +57,18 @@ class Rank:
 
     def engine(self, folder: str) -> TrainingEngine:
         self.built += 1
-        name = self.task["engine"]
+        name, keys = self.task["engine"], dict(self.task.get("train", {}))
+        if "lora" in keys:
+            keys["lora"] = LoraBlock.model_validate_json(json.dumps(keys["lora"]))
         settings = TrainingSettings(
             model=folder,
-            block=block(**KEYS, **self.task.get("train", {})),
+            block=block(**KEYS, **keys),
             rank=self.rank,
             mesh=self.mesh,
             group=self.group,
             part=self.part,
             folder=HERE,
+            seed=SEED,
             options=TRAINING.check(name, self.task.get("options", {}), HERE, deterministic=False),
         )
         return TRAINING.find(name, HERE)(settings)
@@ -98,7 +103,8 @@ class Rank:
         first = self.engine(self.task["model"])
         told = [self.train(first, count) for count in ROWS[:-1]]
         self.saved(first, self.out / "half")
-        second = self.engine(str(self.out / "half"))
+        # Adapters lie in the state, beside the model that training began with.
+        second = self.engine(self.task["model"] if "lora" in self.task.get("train", {}) else str(self.out / "half"))
         second.load_state(load_file(self.out / "half" / "optimizer.safetensors"))
         told.append(self.train(second, ROWS[-1]))
         self.saved(second, self.out / "whole")
