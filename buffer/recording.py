@@ -5,7 +5,7 @@
     PLACE/train-000012-0000.parquet               what one claim of the recorder's brought of a step
     PLACE/train-000001-to-000040-0000.parquet     such files in one, once they have `record.segment_mb` together
     PLACE/eval-000010.parquet                     a whole evaluation
-    PLACE/train.manifest.json                     the segments of a table: steps, rows, bytes, SHA-256
+    PLACE/_train.manifest.json                    the segments of a table: steps, rows, bytes, SHA-256
 
 A place is a folder or a URL of `pyarrow.fs`. A segment appears whole or not at all, and its rows are acknowledged
 after that; a crash in between writes rows twice, and readers take a sample id once. The files need nothing of rlmq
@@ -133,7 +133,7 @@ class Recording:
     def verify(self) -> list[str]:
         """Each file that is not what its manifest says, and each that is gone."""
         found = []
-        for table in {*self.tables(), *(i.base_name.split(".")[0] for i in self._files(_MANIFEST))}:
+        for table in {*self.tables(), *(i.base_name[1:].split(".")[0] for i in self._files(_MANIFEST))}:
             for one in self._manifest(table).segments:
                 try:
                     content = self._bytes(one.name)
@@ -169,11 +169,11 @@ class Recording:
 
     def _manifest(self, table: str) -> Manifest:
         try:
-            return msgspec.json.decode(self._bytes(f"{table}.{_MANIFEST}"), type=Manifest)
+            return msgspec.json.decode(self._bytes(f"_{table}.{_MANIFEST}"), type=Manifest)
         except (FileNotFoundError, NotADirectoryError):
             return Manifest(())
         except (OSError, msgspec.MsgspecError) as error:
-            subject = f"recording {self.place}, {table}.{_MANIFEST}"
+            subject = f"recording {self.place}, _{table}.{_MANIFEST}"
             raise IntegrityError(subject, got=str(error), expected="a manifest") from error
 
 
@@ -251,7 +251,7 @@ class RecordingWriter(Recording):
 
     def _write_manifest(self, table: str, segments: Sequence[Segment]) -> None:
         content = msgspec.json.format(msgspec.json.encode(Manifest(tuple(segments))))
-        self._replace(f"{table}.{_MANIFEST}", content)
+        self._replace(f"_{table}.{_MANIFEST}", content)
 
     def _create(self, name: str, content: bytes) -> None:
         path = f"{self._base}/{name}"

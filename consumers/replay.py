@@ -156,7 +156,7 @@ class Replay(ActorRole):
     def _rows(
         self, table: str, _ranges: Sequence[RowRange], ids: Sequence[str], columns: Sequence[str]
     ) -> pa.RecordBatch:
-        return self._recorded.of(table, ids, columns)
+        return self._recorded.of(table.partition(".")[0], ids, columns)  # slots of a table are recorded as it
 
     def _found(self, step: int, *, redo: bool, update: bool = True) -> Found:
         entry = self._log.find(step)

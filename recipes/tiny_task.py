@@ -19,6 +19,21 @@ def held_out() -> list[dict[str, Any]]:
     return _rows(_HELD_OUT_THINGS)
 
 
+def digits() -> list[dict[str, Any]]:
+    """12 prompts that ask for something else: see `asked`."""
+    return [{"prompt": f"Count a {thing}: ", "asks": "digits"} for thing in _THINGS]
+
+
+def asked(completions: list[str], asks: list[str] | None = None, **_: Any) -> list[float]:
+    """The share of what the row asks for: digits where it says so, else lower-case letters."""
+    kinds = [kind or "letters" for kind in asks or [""] * len(completions)]
+    shares = letters(completions)
+    numbers = [sum(c.isdecimal() for c in text) / max(1, len(text)) for text in completions]
+    return [
+        number if kind == "digits" else share for kind, share, number in zip(kinds, shares, numbers, strict=True)
+    ]
+
+
 def letters(completions: list[str], **_: Any) -> list[float]:
     """The share of the response's characters that are lower-case letters; 0 for an empty response."""
     return [sum("a" <= c <= "z" for c in text) / max(1, len(text)) for text in completions]

@@ -39,8 +39,8 @@ def offline_overrides(
     sets, weights = _recordings(places, folder)
     values = [f"run.name={block.run.name}-offline", "data.eval=null"]
     values.append(f"data.train={json.dumps(sets if len(sets) > 1 else next(iter(sets.values())))}")
-    if weights:
-        values.append(f"data.mixture={json.dumps([{'from_step': 1, 'weights': weights}])}")
+    mixture = [{"from_step": 1, "weights": weights}] if weights else []
+    values += [f"data.mixture={json.dumps(mixture)}", "data.difficulty.window=null"]
     if block.algorithm.online:
         values.append(f"data.recorded={order}")
         reads = "old_logprobs" in spec_of(block.algorithm.name).keys

@@ -18,7 +18,7 @@ from rlmq.common.recipe.algorithm_block import AlgorithmBlock
 from rlmq.common.recipe.load import LoadedRecipe, code_hash, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
-from rlmq.controller.commands import process_environment
+from rlmq.controller.commands import process_environment, threads
 from rlmq.controller.runs import find_run
 
 if TYPE_CHECKING:
@@ -102,10 +102,13 @@ def replay_at(run: RunFolder, step: int | None = None) -> Replay:
 
 
 def _begin_torch(recipe: Recipe) -> None:
-    """Threads as the actor has them, before torch counts them."""
+    """Threads as the actor has them."""
     from rlmq.compose import apply_environment
 
     apply_environment(process_environment(recipe, "actor"))
+    import torch
+
+    torch.set_num_threads(threads(recipe, "actor"))  # where it was imported before
 
 
 def _tell_of_code(run: RunFolder, loaded: LoadedRecipe) -> None:
@@ -121,17 +124,19 @@ def _replay(run: RunFolder, loaded: LoadedRecipe, step: int | None, *, as_json: 
     recorded = read_fingerprints(run.fingerprints)
     last = step or _last_step(run)
     replay = Replay(loaded.recipe, loaded.folder, run, RecordedRows(run), 0 if step is None else last - 1)
+    begin = replay.trained
     if not as_json:
-        begin = f"checkpoint {replay.trained}" if replay.trained else "the first model"
-        print(f"run {run.run_id}: steps {replay.trained + 1} to {last}, from {begin} and the recorded rows")
+        at = f"checkpoint {begin}" if begin else "the first model"
+        print(f"run {run.run_id}: steps {begin + 1} to {last}, from {at} and the recorded rows")
     first = ""
-    for number in range(replay.trained + 1, last + 1):
+    for number in range(begin + 1, last + 1):
         made, before = replay.redo(number), recorded.get(number)
         said = _verdict(made, before)
         first = first or (f"step {number}: {said}" if said not in ("equal", "not recorded") else "")
         _tell(made, said, as_json=as_json)
-    if first and not as_json:
-        print(f"not the run's: {first}")
+    if not as_json:
+        compared = [number for number in range(begin + 1, last + 1) if number in recorded]
+        print(f"not the run's: {first}" if first else f"steps equal to the run's, bit for bit: {len(compared)}")
     return int(ExitCode.INTEGRITY if first and loaded.recipe.deterministic else ExitCode.OK)
 
 

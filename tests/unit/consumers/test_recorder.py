@@ -170,7 +170,7 @@ def test_a_trained_row_is_recorded_with_all_its_columns(bench: Bench) -> None:
 
     assert bench.recorder.work()
 
-    names = ["train-000001-0000.parquet", "train.manifest.json"]
+    names = ["_train.manifest.json", "train-000001-0000.parquet"]
     assert sorted(p.name for p in bench.run.samples.iterdir()) == names
     table = pq.read_table(bench.run.samples / "train-000001-0000.parquet")
     assert table.schema.equals(pa.schema([*arrow_schema(COLUMNS), *TOLD]))
