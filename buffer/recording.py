@@ -310,7 +310,12 @@ class RecordingWriter(Recording):
 
 def _parquet(rows: pa.Table) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(rows, buffer, compression="zstd", row_group_size=_ROW_GROUP)
+    repeated = []  # columns whose values come again; a dictionary of log-probs costs more than it saves
+    for field in rows.schema:
+        nested = pa.types.is_list(field.type)
+        if not pa.types.is_floating(field.type.value_type if nested else field.type):
+            repeated.append(f"{field.name}.list.element" if nested else field.name)
+    pq.write_table(rows, buffer, compression="zstd", row_group_size=_ROW_GROUP, use_dictionary=repeated)
     return buffer.getvalue()
 
 

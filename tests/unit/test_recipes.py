@@ -19,7 +19,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 def test_a_shipped_recipe_is_valid_with_its_data_and_rewards(path: Path, tmp_path: Path) -> None:
     loaded = load_recipe(path)
     recipe = loaded.recipe
-    sources = {"data.train": recipe.data.train, **recipe.evaluation_sets}
+    sources = {**recipe.training_sets, **recipe.evaluation_sets}
     for key, source in sources.items():
         assert load_rows(source, loaded.folder, subject=key)
     for block in (one for one in recipe.reward if one.function is not None):
