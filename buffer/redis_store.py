@@ -716,6 +716,11 @@ class RedisStore(ExperienceStore):
             for lease, index, worker, rows, left_ms, *_ in lines
         ]
 
+    def held(self, table: str) -> list[RowRange]:
+        """The rows whose payload is there now, live ones and others, for those who look on."""
+        one = self._open(table)
+        return list(verifying.held(self._client, self._link, one.prefix, one.target))
+
     def verify(self, table: str) -> list[str]:
         """Broken invariants; see `ExperienceStore.verify`."""
         one = self._open(table)

@@ -14,7 +14,7 @@ import redis
 from rlmq.buffer.connection import Link
 from rlmq.buffer.keys import TABLE_SUFFIXES
 from rlmq.buffer.layout import Layout
-from rlmq.buffer.store import ExperienceStore
+from rlmq.buffer.store import ExperienceStore, RowRange
 
 _ATTEMPTS = 5
 _PAUSE_S = 0.2
@@ -70,6 +70,15 @@ def _look(
     _look_at_leases(look, link, layout, target)
     _look_at_payload(look, client, prefix)
     return look, _commits(link, target) != commits
+
+
+def held(client: redis.Redis, link: Link, prefix: str, target: str) -> Iterator[RowRange]:
+    """The rows of every chunk whose payload is there."""
+    chunks = _names(client, prefix + TABLE_SUFFIXES["chunk"])
+    while some := list(itertools.islice(chunks, _AT_ONCE)):
+        for name, rows, *_ in link.call("chunks", target, *dict.fromkeys(some))[2]:
+            if rows:
+                yield RowRange(name.decode(), 0, int(rows))
 
 
 def _commits(link: Link, target: str) -> int:

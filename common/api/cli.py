@@ -237,13 +237,16 @@ def show(
 def sql(
     query: Annotated[str, typer.Argument(metavar="QUERY", help="SQL over train, eval, … and metrics.")],
     runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Default: the newest.")] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Also the table live: rows that the server of a live run holds.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row.")] = False,
     folder: RunsFolder = _RUNS,
 ) -> int:
     """Ask the recordings and figures of runs by SQL (DuckDB, the extra `analysis`)."""
     from rlmq.cli_sql import sql_command
 
-    return sql_command(query, runs or [], folder=folder, as_json=as_json)
+    return sql_command(query, runs or [], folder=folder, live=live, as_json=as_json)
 
 
 @app.command()

@@ -10,31 +10,27 @@ from typing import Any
 
 import pyarrow as pa
 
+from rlmq.buffer.layout import TOLD
 from rlmq.buffer.recording import Recording, place_of
+from rlmq.cli_buffer import buffer_of
+from rlmq.common.columns import arrow_schema
 from rlmq.common.errors import DependencyError, UsageError
 from rlmq.common.run_folder import RunFolder
 from rlmq.consumers.report import metrics_of
 from rlmq.controller.runs import find_run
 
 
-def sql_command(query: str, runs: Sequence[str], *, folder: Path, as_json: bool) -> int:
+def sql_command(query: str, runs: Sequence[str], *, folder: Path, live: bool, as_json: bool) -> int:
     """`rlmq sql`."""
     found = [find_run(folder, one) for one in runs] or [find_run(folder, None)]
-    answer = ask(found, query)
+    tables = tables_of(found) | ({"live": live_rows(found)} if live else {})
+    answer = query_tables(tables, query)
     if as_json:
         for row in answer.to_pylist():
             print(json.dumps(row, default=str))
         return 0
     _print(answer)
     return 0
-
-
-def ask(runs: Sequence[RunFolder], query: str) -> pa.Table:
-    """What a query answers over the runs' tables (`train`, `eval`, …) and `metrics`; each has a column `run`.
-
-    Raises: as `query_tables`.
-    """
-    return query_tables(tables_of(runs), query)
 
 
 def query_tables(tables: Mapping[str, pa.Table], query: str) -> pa.Table:
@@ -70,6 +66,26 @@ def tables_of(runs: Sequence[RunFolder]) -> dict[str, pa.Table]:
             named = table.add_column(0, "run", pa.array([run.run_id] * table.num_rows, pa.string()))
             parts.setdefault(name, []).append(named)
     return {name: pa.concat_tables(tables, promote_options="permissive") for name, tables in parts.items()}
+
+
+def live_rows(runs: Sequence[RunFolder]) -> pa.Table:
+    """The rows that the servers of live runs hold, of all tables, with `run` and `table`; absent columns are null.
+
+    Raises:
+        DependencyError: a run's server does not answer.
+    """
+    parts = []
+    for run in runs:
+        with buffer_of(run) as buffer:
+            for table in buffer.tables:
+                ranges = buffer.store.held(table.name)
+                schema = pa.schema([*arrow_schema(table.columns), *TOLD])
+                read = [buffer.store.read(table.name, ranges, schema.names)] if ranges else []
+                rows = pa.Table.from_batches(read, schema=schema)
+                for name, value in (("table", table.name), ("run", run.run_id)):
+                    rows = rows.add_column(0, name, pa.array([value] * rows.num_rows, pa.string()))
+                parts.append(rows)
+    return pa.concat_tables(parts, promote_options="permissive")
 
 
 def _print(answer: pa.Table) -> None:

@@ -20,6 +20,7 @@ from rlmq.buffer import keys
 from rlmq.buffer.acl import acl_rules
 from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.store import Claim, Stage, Table, VersionWindow
+from rlmq.cli_sql import sql_command
 from rlmq.common.columns import Column
 from rlmq.common.errors import DependencyError, IntegrityError, UsageError
 from rlmq.common.recipe.load import load_recipe
@@ -415,3 +416,21 @@ def test_the_pages_key_table_is_that_of_the_code() -> None:
 
     assert len(listed) == len(set(listed))
     assert {re.sub(r"<.*", "", name) for name in listed} == set(keys.TABLE_SUFFIXES.values())
+
+
+def test_sql_reaches_the_rows_that_the_server_holds(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.put(3)
+    bench.put(2, "Why?")
+    bench.claim(1)
+    query = (
+        'select run, "table", prompt_text, count(*) as n, max(x) as x, count(reward) as scored, '
+        "count(end_state) as ended, min(lineage[:12]) as lineage from live group by all order by n"
+    )
+
+    sql_command(query, [bench.run.run_id], folder=bench.folder, live=True, as_json=True)
+
+    every = {"run": bench.run.run_id, "table": "train", "scored": 0, "ended": 0, "lineage": '[{"columns":'}
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {**every, "prompt_text": "Why?", "n": 2, "x": 1},
+        {**every, "prompt_text": "What is 1 + 1?", "n": 3, "x": 2},
+    ]
