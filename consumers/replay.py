@@ -245,8 +245,8 @@ def _context(recipe: Recipe, folder: Path, run: RunFolder) -> WorkerContext:
         raise UsageError(
             "placement.actor.workers",
             got=recipe.placement.actor.workers,
-            expected="1: a replay sums gradients in one process",
-            remedy="Give placement.actor.workers=1 (micro-batches dealt to one rank: other last bits)",
+            expected="1: several ranks are not replayed",
+            remedy="Train on the recording with as many ranks: rlmq train-offline --order steps",
         )
     return WorkerContext(
         recipe=recipe,
