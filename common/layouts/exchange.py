@@ -27,6 +27,7 @@ import torch.distributed as dist
 from rlmq.common.dtypes import DTYPES
 from rlmq.common.errors import DeadlineExceeded, IntegrityError, RlmqError
 from rlmq.common.layouts.groups import reason
+from rlmq.common.layouts.neighbours import SharedBuffer, mapped
 from rlmq.common.layouts.plan import Move, Plan
 from rlmq.common.layouts.rounds import Parcel, Round, buffer_bytes, rounds_of
 from rlmq.common.layouts.sealing import Words, checksum, is_whole, seal
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 64 << 20
 _TAGS = 1 << 12  # messages of one round to one peer have tags of their own
+_TAKEN = _TAGS - 1
 _TELL_S = 2.0  # after a failure: until the others have said for whom they waited
 
 
@@ -52,6 +54,8 @@ class Exchange:
         store: where members that fail tell for whom they wait; without it an error names only who was waited for.
         names: what to call the members in errors.
         device: where messages are packed: `cpu` for gloo, the GPU for NCCL.
+        shared: by sender and receiver, the process of a sender whose buffers the receiver maps (see `neighbours`);
+            then only a word for each message goes through the group.
     """
 
     def __init__(
@@ -64,7 +68,9 @@ class Exchange:
         store: dist.Store | None = None,
         names: Sequence[str] = (),
         device: str = "cpu",
+        shared: Mapping[tuple[int, int], int] | None = None,
     ) -> None:
+        self._shared = shared or {}
         self._group = group
         self._own = members[rank]
         self._at = {member: at for at, member in enumerate(members)}
@@ -117,6 +123,10 @@ class Exchange:
             if isinstance(error, RlmqError):
                 raise
             raise self._lost(error, subject, waited, lane.awaited) from error
+        except BaseException:
+            lane.close()
+            raise
+        lane.close(again=True)
         return TransferStats(lane.sent_bytes, time.monotonic() - started)
 
     def _pipelined(self, lane: _Lane, rounds: Sequence[Round], waited: list[_Pending]) -> Iterator[_Posted]:
@@ -145,6 +155,9 @@ class Exchange:
         if bad:
             got = ", ".join(f"damaged bytes in round {number} at {name}" for name, number in bad.items())
             raise IntegrityError(subject, got=got, expected="the senders' checksums")
+
+    def _is_mapped(self) -> bool:
+        return any(sender == self._own for sender, _ in self._shared)
 
     def _lost(
         self, error: RuntimeError, subject: str, waited: Sequence[_Pending], awaited: _Pending | None
@@ -182,6 +195,8 @@ class _Pending:
     work: Work
     peer: int
     what: str
+    late: bool = False  # waited for when all that came is taken: two ranks may wait for each other's word
+    held: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -211,7 +226,12 @@ class _Lane:
         self._views = views
         self._dtypes = dtypes
         size = buffer_bytes(exchange._bucket_bytes) // 8
-        self._out = [torch.empty(size, dtype=torch.int64, device=exchange._device) for _ in range(2)]
+        self._own_shared = [SharedBuffer.of(size * 8) for _ in range(2)] if exchange._is_mapped() else []
+        self._out = [one.words for one in self._own_shared] or [
+            torch.empty(size, dtype=torch.int64, device=exchange._device) for _ in range(2)
+        ]
+        self._told: dict[tuple[int, int], torch.Tensor] = {}  # where a parcel is, by peer and round
+        self._maps: dict[tuple[int, int], torch.Tensor] = {}
         self._in = [torch.empty(size, dtype=torch.int64, device=exchange._device) for _ in range(2)]
         self.sent_bytes = 0
         self.damaged = -1
@@ -225,10 +245,16 @@ class _Lane:
             group._start_coalescing(device)
         for parcel, message, spare in _messages(step.receives, self._in[index % 2]):
             arriving = [message, *self._rooms(parcel, spare)]
+            if self._pid(parcel.peer) is not None:
+                self._told[parcel.peer, step.number] = torch.empty(2, dtype=torch.int64)
+                arriving = [self._told[parcel.peer, step.number]]
             for tag, part in enumerate(arriving, start=step.number * _TAGS):
                 work = group.recv([part], at[parcel.peer], tag)
                 works.append(_Pending(work, parcel.peer, f"to send in round {step.number}"))
         for parcel, message, spare in _messages(step.sends, self._out[index % 2]):
+            if (self._exchange._own, parcel.peer) in self._exchange._shared:
+                works += self._lay_out(parcel, message, spare, step.number, index)
+                continue
             large = self._lying(parcel, spare)
             for tag, part in enumerate(large, start=step.number * _TAGS + 1):
                 work = group.send([part], at[parcel.peer], tag)
@@ -243,20 +269,81 @@ class _Lane:
 
     def finish(self, posted: _Posted, deadline: float) -> None:
         """Wait for a round, check what came and hand it over."""
-        for one in posted.works:
+        number = posted.round.number
+        self._wait([one for one in posted.works if not one.late], deadline)
+        for parcel, message, spare in _messages(posted.round.receives, self._in[posted.index % 2]):
+            pid = self._pid(parcel.peer)
+            if pid is None:
+                self._hand_over(parcel, message, self._rooms(parcel, spare), number)
+                continue
+            message, spare = self._laid_out(parcel, pid, number)  # noqa: PLW2901
+            large = self._rooms(parcel, spare)
+            for room, part in zip(large, self._spares(parcel, spare), strict=True):
+                copy_values(room, part)
+            self._hand_over(parcel, message, large, number)
+            posted.works.append(self._taken(parcel.peer, number))
+        self._wait([one for one in posted.works if one.late], deadline)
+
+    def _hand_over(self, parcel: Parcel, message: torch.Tensor, large: Sequence[torch.Tensor], number: int) -> None:
+        if not self._is_whole(parcel, message, large, number):
+            if self.damaged < 0:
+                self.damaged = number
+            return
+        for (name, box, *_), offset, size in parcel.chunks:
+            content = message.view(torch.uint8)[offset : offset + size].view(self._dtypes[name])
+            self._views.write(name, box, content.view(box.shape))
+        for ((name, box, *_), _), part in zip(parcel.large, large, strict=True):
+            self._views.write(name, box, part.view(box.shape))
+
+    def _wait(self, works: Sequence[_Pending], deadline: float) -> None:
+        for one in works:
             self.awaited = one
             one.work.wait(_left(deadline))
-        for parcel, message, spare in _messages(posted.round.receives, self._in[posted.index % 2]):
-            large = self._rooms(parcel, spare)
-            if not self._is_whole(parcel, message, large, posted.round.number):
-                if self.damaged < 0:
-                    self.damaged = posted.round.number
-                continue
-            for (name, box, *_), offset, size in parcel.chunks:
-                content = message.view(torch.uint8)[offset : offset + size].view(self._dtypes[name])
-                self._views.write(name, box, content.view(box.shape))
-            for ((name, box, *_), _), part in zip(parcel.large, large, strict=True):
-                self._views.write(name, box, part.view(box.shape))
+
+    def close(self, *, again: bool = False) -> None:
+        """Nobody maps this rank's buffers any more; the next run may have them if nobody reads what is in them."""
+        for one in self._own_shared:
+            one.close(again=again)
+
+    def _pid(self, sender: int) -> int | None:
+        """The process whose buffers this rank maps, if it does."""
+        return self._exchange._shared.get((sender, self._exchange._own))
+
+    def _lay_out(
+        self, parcel: Parcel, message: torch.Tensor, spare: torch.Tensor, number: int, index: int
+    ) -> list[_Pending]:
+        """Everything into this rank's shared buffer, and a word to who maps it; it is used again when taken."""
+        parts = list(self._spares(parcel, spare))
+        for (move, size), part in zip(parcel.large, parts, strict=True):
+            copy_values(part.view(move.box.shape), self._view(move))
+            self.sent_bytes += size
+        self._pack(parcel, message, parts, number)
+        buffer = self._own_shared[index % 2]
+        place = torch.tensor([buffer.fd, message.storage_offset()])
+        group, peer = self._exchange._group, self._exchange._at[parcel.peer]
+        told = group.send([place], peer, number * _TAGS)
+        taken = torch.empty(1, dtype=torch.int64)
+        back = group.recv([taken], peer, number * _TAGS + _TAKEN)
+        return [
+            _Pending(told, parcel.peer, f"to receive in round {number}", held=place),
+            _Pending(back, parcel.peer, f"to take round {number}", late=True, held=taken),
+        ]
+
+    def _laid_out(self, parcel: Parcel, pid: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A parcel in the sender's buffer."""
+        fd, start = self._told.pop((parcel.peer, number)).tolist()
+        if (parcel.peer, fd) not in self._maps:
+            try:
+                self._maps[parcel.peer, fd] = mapped(pid, fd)
+            except OSError as error:
+                raise RuntimeError(f"memory of process {pid}: {error}") from error
+        middle, stop = start + parcel.bytes // 8, start + parcel.memory_bytes // 8
+        return self._maps[parcel.peer, fd][start:middle], self._maps[parcel.peer, fd][middle:stop]
+
+    def _taken(self, peer: int, number: int) -> _Pending:
+        word = torch.zeros(1, dtype=torch.int64)
+        work = self._exchange._group.send([word], self._exchange._at[peer], number * _TAGS + _TAKEN)
+        return _Pending(work, peer, f"to go on after round {number}", late=True, held=word)
 
     def _rooms(self, parcel: Parcel, spare: torch.Tensor) -> list[torch.Tensor]:
         """Where large chunks come to: into their place, if that is one piece of memory, or into the buffer."""

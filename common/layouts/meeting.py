@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rlmq.common.errors import DeadlineExceeded, RlmqError, UsageError
 from rlmq.common.layouts.groups import reason
 from rlmq.common.layouts.layout import Layout
+from rlmq.common.layouts.neighbours import Neighbour
 from rlmq.common.layouts.part import PartNote, together
 from rlmq.common.layouts.plan import Plan, plan
 from rlmq.common.weights import Rendezvous
@@ -29,18 +30,21 @@ class Offer(msgspec.Struct, frozen=True):
     mark: str
     bucket_bytes: int
     delta: bool = False
+    process: Neighbour | None = None
 
 
 class Arrival(msgspec.Struct, frozen=True):
     """A replica's rank that has come: what it wants, and the marks of what it serves (by trainer rank).
 
     `lane` names the group; it is new for each attempt, as a process that died on the way may have left addresses.
+    `reads` are trainer ranks of this host, whose buffers it can map.
     """
 
     lane: str
     ranks: int
     part: PartNote
     has: tuple[str, ...] = ()
+    reads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,16 @@ class Met:
     def may_be_delta(self) -> bool:
         """Whether changes alone may do: where trainer ranks have what the replica starts from, which they tell."""
         return all(offer.delta for offer in self.offers) and all(one.has for one in self.arrivals)
+
+    @property
+    def shared(self) -> dict[tuple[int, int], int]:
+        """Process ids of trainer ranks whose buffers a receiver maps, by the ranks of both."""
+        return {
+            (sender, self.senders + rank): process.pid
+            for rank, arrival in enumerate(self.arrivals)
+            for sender in arrival.reads
+            if (process := self.offers[sender].process) is not None
+        }
 
     def names(self, member: str) -> list[str]:
         """What to call the members of the group."""
@@ -141,6 +155,18 @@ def read(store: dist.Store, key: str, clock: Clock, who: str) -> bytes:
         return bytes(store.get(key))
 
 
+def offers_of(store: dist.Store, senders: int, clock: Clock) -> tuple[Offer, ...]:
+    """What all trainer ranks say of themselves.
+
+    Raises:
+        DeadlineExceeded: one does not come; named.
+    """
+    return tuple(
+        msgspec.json.decode(read(store, f"sender/{rank}", clock, f"trainer rank {rank}"), type=Offer)
+        for rank in range(senders)
+    )
+
+
 def meet(store: dist.Store, member: str, senders: int, clock: Clock) -> Met:
     """All notes of a replica's group, and the plan.
 
@@ -148,10 +174,7 @@ def meet(store: dist.Store, member: str, senders: int, clock: Clock) -> Met:
         DeadlineExceeded: somebody does not come; names who.
         UsageError: trainer and replica have different models.
     """
-    offers = tuple(
-        msgspec.json.decode(read(store, f"sender/{rank}", clock, f"trainer rank {rank}"), type=Offer)
-        for rank in range(senders)
-    )
+    offers = offers_of(store, senders, clock)
     arrivals: list[Arrival] = []
     while not arrivals or len(arrivals) < arrivals[0].ranks:
         who = f"{member}, rank {len(arrivals)}"

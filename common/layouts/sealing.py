@@ -9,6 +9,7 @@ Words = NDArray[np.int64]
 
 TRAILER_WORDS = 3  # number, two sums
 _LINE_WORDS = 512
+_IN_LINE = np.random.Generator(np.random.PCG64(0)).integers(-(2**62), 2**62, _LINE_WORDS) * 2 + 1
 
 
 def seal(message: Words, number: int) -> None:
@@ -23,18 +24,16 @@ def is_whole(message: Words, number: int) -> bool:
 
 
 def checksum(words: Words) -> tuple[int, int]:
-    """Sums modulo 2^64 of the lines and of the columns of a table of words, weighted by their place.
+    """Sums modulo 2^64 of the words by their place in a line, weighted by the line in two ways; one pass.
 
-    Odd weights have an inverse modulo 2^64: no single changed word goes unnoticed. Words that change places
-    are in another line or in another column. About five times as fast as CRC-32.
+    All weights are odd and have an inverse: no single changed word goes unnoticed. Words that change places have
+    other weights; in one line these differ by an even number, so two that differ in their highest bits alone may
+    pass. About four times as fast as CRC-32.
     """
     whole = words.size // _LINE_WORDS * _LINE_WORDS
-    table, rest = words[:whole].reshape(-1, _LINE_WORDS), words[whole:]
-    lines = np.append(table.sum(axis=1), rest.sum())
-    columns = table.sum(axis=0)
-    columns[: rest.size] += rest
-    return _weighted(lines), _weighted(columns)
-
-
-def _weighted(sums: Words) -> int:
-    return int((sums * np.arange(1, 2 * sums.size, 2)).sum())
+    rest = words[whole:]
+    lines = np.empty(whole // _LINE_WORDS + 1, dtype=np.int64)
+    np.einsum("ij,j->i", words[:whole].reshape(-1, _LINE_WORDS), _IN_LINE, out=lines[:-1])
+    lines[-1] = (rest * _IN_LINE[: rest.size]).sum()
+    odd = np.arange(1, 2 * lines.size, 2)
+    return int((lines * odd).sum()), int((lines * odd * odd).sum())

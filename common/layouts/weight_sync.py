@@ -35,7 +35,8 @@ from rlmq.common.layouts.changes import (
 from rlmq.common.layouts.exchange import BUCKET_BYTES, Exchange
 from rlmq.common.layouts.groups import HOST, join, open_store
 from rlmq.common.layouts.intake import Find, Intake, Sink
-from rlmq.common.layouts.meeting import Arrival, Clock, Met, Offer, connect, meet, read
+from rlmq.common.layouts.meeting import Arrival, Clock, Met, Offer, connect, meet, offers_of, read
+from rlmq.common.layouts.neighbours import can_read, this_process
 from rlmq.common.layouts.part import PartNote, WeightPart
 from rlmq.common.layouts.plan import Plan
 from rlmq.common.layouts.views import ShardViews, Views, empty_shards
@@ -102,7 +103,7 @@ class WeightSender:
             )
         started = time.monotonic()
         mark = f"{self._incarnation}.{version}"
-        offer = Offer(part.note, mark, self._bucket_bytes, self._delta)
+        offer = Offer(part.note, mark, self._bucket_bytes, self._delta, this_process())
         changes = Changes(self._rank, part, self._sent)
         lanes = [_Lane(meeting, member, self._rank, offer, part, changes, gone) for member in meeting.members]
         threads = [threading.Thread(target=lane.run, name=f"weights-{lane.member}") for lane in lanes]
@@ -220,8 +221,10 @@ class WeightReceiver:
         if self._rank:
             first = read(store, f"here/{self._member}/0", clock, f"{self._member}, rank 0")
             lane = msgspec.json.decode(first, type=Arrival).lane
+        offers = offers_of(store, meeting.senders, clock)
+        reads = tuple(rank for rank, offer in enumerate(offers) if can_read(offer.process))
         with clock.names("the sender at the meeting place"):
-            arrival = Arrival(lane, self._ranks, part, has if served is not None else ())
+            arrival = Arrival(lane, self._ranks, part, has if served is not None else (), reads)
             store.set(f"here/{self._member}/{self._rank}", msgspec.json.encode(arrival).decode())
         met = meet(store, self._member, meeting.senders, clock)
         own = met.senders + self._rank
@@ -265,6 +268,7 @@ def _carry_out(
         bucket_bytes=met.offers[0].bucket_bytes,
         store=dist.PrefixStore(f"told/{met.lane}", store),
         names=met.names(member),
+        shared=met.shared,
     )
     deadline = time.monotonic() + clock.limit_s
     exchange.run(
