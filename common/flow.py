@@ -141,12 +141,22 @@ def flows_of(recipe: Recipe) -> tuple[tuple[FlowNode, ...], ...]:
     referee = Handing.of(recipe.stages.reference)
     return (
         flow_of(recipe),
-        *(_judged(_loss_flow(table, algorithm_of(own), referee), recipe) for table, own in recipe.tables.items()),
+        *(
+            _judged(_loss_flow(table, own.algorithm.online, algorithm_of(own), referee), recipe)
+            for table, own in recipe.tables.items()
+        ),
     )
 
 
-def _loss_flow(table: str, algorithm: Algorithm, referee: Handing) -> tuple[FlowNode, ...]:
-    flow = offline_flow(algorithm.needs, reference=algorithm.needs_reference, referee=referee)
+def _loss_flow(table: str, online: bool, algorithm: Algorithm, referee: Handing) -> tuple[FlowNode, ...]:
+    needs, reference = algorithm.needs, algorithm.needs_reference
+    if online:
+        groups = algorithm.group_columns
+        flow = recorded_flow(
+            sample_flow((), actor_needs=needs, reference=reference, groups=groups, referee=referee)
+        )
+    else:
+        flow = offline_flow(needs, reference=reference, referee=referee)
     return tuple(replace(node, tables=(table,)) for node in flow if node.name != "evaluation")
 
 

@@ -34,6 +34,7 @@ from rlmq.common.flow import flows_of
 from rlmq.common.layouts.layout import MeshShape
 from rlmq.common.layouts.weight_sync import WeightSender
 from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
+from rlmq.common.recipe.algorithm_block import AlgorithmBlock
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.weights import Rendezvous
 from rlmq.common.worker import CallHandler, WorkerContext
@@ -200,7 +201,7 @@ class ActorRole(Trainer[TrainingEngine]):
         entry, batch = found
         updates = self._for_this_mesh(entry.updates, step)
         micro_batches = self._micro_batches(batch, batch.ragged(), updates)
-        self._add_old_logprobs(micro_batches)
+        self._add_old_logprobs(micro_batches, self._recipe.algorithm)
         learn = partial(self._engine.accumulate, loss=partial(self._algorithm.loss, state=entry.state))
         work: list[list[Work]] = [[partial(learn, micro) for micro in share] for share in micro_batches]
         for loss in entry.losses:
@@ -222,10 +223,13 @@ class ActorRole(Trainer[TrainingEngine]):
         to `weight · sum / own denominators`.
         """
         function, own = self._algorithms[loss.table].loss, self._for_this_mesh(loss.updates, step)
+        shares = self._micro_batches(batch, batch.ragged(), own)
+        if batch.versions:
+            self._add_old_logprobs(shares, self._recipe.tables[loss.table].algorithm)
         found: list[list[Work]] = []
-        for update, first, share in zip(own, updates, self._micro_batches(batch, batch.ragged(), own), strict=True):
+        for update, first, share in zip(own, updates, shares, strict=True):
             scale = loss.weight * math.prod(first.denominators) / math.prod(update.denominators)
-            scaled = scaled_loss(partial(function, state={}), loss.table, scale)
+            scaled = scaled_loss(partial(function, state=batch.estimates.state), loss.table, scale)
             found.append([partial(self._engine.accumulate, micro, scaled) for micro in share])
         return found
 
@@ -359,9 +363,9 @@ class ActorRole(Trainer[TrainingEngine]):
         self._save()
         self._tell_durable()
 
-    def _add_old_logprobs(self, updates: Sequence[Sequence[MicroBatch]]) -> None:
+    def _add_old_logprobs(self, updates: Sequence[Sequence[MicroBatch]], block: AlgorithmBlock) -> None:
         """With several updates on one batch, the ratio's denominator is the policy before the first."""
-        if len(updates) == 1 or self._recipe.algorithm.old_logprobs == "rollout":
+        if len(updates) == 1 or block.old_logprobs == "rollout":
             return
         for micro_batches in updates:
             for micro in micro_batches:

@@ -67,7 +67,8 @@ class Trainer(Generic[Engine]):
         recipe = context.recipe
         self._recipe = recipe
         self._algorithm = algorithm_of(recipe, context.recipe_folder)
-        self._algorithms = {TRAIN: self._algorithm} | {t: algorithm_of(own) for t, own in recipe.tables.items()}
+        others = {t: algorithm_of(own, context.recipe_folder) for t, own in recipe.tables.items()}
+        self._algorithms = {TRAIN: self._algorithm} | others
         self._heads: Heads = critic_heads(recipe, self._algorithm.critics)
         self._checkpoints = FileCheckpoints(checkpoints)
         self._model_folder = resolve_model(model, context.recipe_folder)

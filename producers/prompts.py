@@ -57,6 +57,7 @@ class LossRows:
     recipe: Recipe
     rows: PreparedPrompts
     order: PromptOrder
+    recorded: RecordedGroups | None
 
 
 class PromptsRole:
@@ -86,9 +87,11 @@ class PromptsRole:
 
     @staticmethod
     def _loss_rows(recipe: Recipe, context: WorkerContext) -> LossRows:
-        rows = load_prompts(recipe, context).train
+        recorded = recorded_groups(recipe, context.recipe_folder) if recipe.data.recorded is not None else None
+        rows = load_prompts(recipe, context).train if recorded is None else recorded.prompts
         per_step, shuffle = recipe.data.prompts_per_step, recipe.data.shuffle
-        return LossRows(recipe, rows, PromptOrder(len(rows.prompts), per_step, recipe.run.seed, shuffle=shuffle))
+        order = PromptOrder(len(rows.prompts), per_step, recipe.run.seed, shuffle=shuffle)
+        return LossRows(recipe, rows, order, recorded)
 
     def _make_order(self) -> PromptOrder | MixedOrder:
         recipe, data = self._recipe, self._recipe.data
@@ -145,7 +148,11 @@ class PromptsRole:
 
     def _admit_losses(self, step: int, after: int) -> None:
         for table, loss in self._losses.items() if after == 0 else ():
-            of_data = [loss.rows.prompts[i] for i in loss.order.step_prompts(step)]
+            places = loss.order.step_prompts(step)
+            if loss.recorded is not None:
+                self._put_recorded(loss.recorded, table, step, places)
+                continue
+            of_data = [loss.rows.prompts[i] for i in places]
             self._put(table, step, of_data, loss.recipe.algorithm.group_size)
 
     def _admit_recorded(
@@ -157,10 +164,17 @@ class PromptsRole:
             groups = self._order.prompts_at(first, count)
         else:
             groups = recorded.of_step(step) if after == 0 else []
-        chunks = recorded.chunks(step, groups, self._recipe.rollout.batch_size_per_device, after=after)
+        samples = self._put_recorded(recorded, "train", step, groups, after)
+        return {"samples": samples, "prompts": len(groups), "greedy": 0}
+
+    def _put_recorded(
+        self, recorded: RecordedGroups, table: str, step: int, groups: Sequence[int], after: int = 0
+    ) -> int:
+        most_rows = self._recipe.rollout.batch_size_per_device
+        chunks = recorded.chunks(step, groups, most_rows, after=after, table=table)
         sizes = [len(rows) // max(1, len(set(rows["group_id"].to_pylist()))) for rows in chunks]
-        self._put_chunks("train", step, chunks, sizes, after)
-        return {"samples": sum(rows.num_rows for rows in chunks), "prompts": len(groups), "greedy": 0}
+        self._put_chunks(table, step, chunks, sizes, after)
+        return sum(rows.num_rows for rows in chunks)
 
     def _places(self, step: int, first: int, count: int) -> list[int]:
         data = self._recipe.data

@@ -85,7 +85,9 @@ class RecordedGroups:
         """The groups that a step of the recorded run trained on."""
         return [index for index, rows in enumerate(self._groups) if self._steps[rows[0]] == step]
 
-    def chunks(self, step: int, groups: Sequence[int], most_rows: int, *, after: int = 0) -> list[pa.RecordBatch]:
+    def chunks(
+        self, step: int, groups: Sequence[int], most_rows: int, *, after: int = 0, table: str = "train"
+    ) -> list[pa.RecordBatch]:
         """The rows of these groups for a step, in chunks of whole groups of one size.
 
         Under their own names where a step has the rows that it had; else under those of the step.
@@ -94,7 +96,9 @@ class RecordedGroups:
         held: list[dict[str, Any]] = []
         size = 0
         for place, group in enumerate(groups, after):
-            rows = self._named(step, place, self._rows.take(self._groups[group]).to_pylist())
+            rows = self._named(
+                f"{table}-{step:06d}-{place:04d}", step, self._rows.take(self._groups[group]).to_pylist()
+            )
             if held and (len(rows) != size or len(held) + len(rows) > most_rows):
                 found.append(pa.RecordBatch.from_pylist(held, schema=self._schema))
                 held = []
@@ -102,8 +106,7 @@ class RecordedGroups:
             size = len(rows)
         return [*found, pa.RecordBatch.from_pylist(held, schema=self._schema)] if held else found
 
-    def _named(self, step: int, place: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        group_id = f"train-{step:06d}-{place:04d}"
+    def _named(self, group_id: str, step: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for member, row in enumerate(rows):
             row["step"] = step
             if not self._in_steps:

@@ -132,13 +132,14 @@ def _algorithm_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     from rlmq.common.algorithms import algorithm_of
     from rlmq.common.algorithms.own_functions import OwnFunctions
 
-    try:
-        algorithm = algorithm_of(loaded.recipe, loaded.folder)
-    except RlmqError as error:
-        yield error
-        return
-    if isinstance(algorithm, OwnFunctions):
-        yield from algorithm.trial(loaded.recipe)
+    for recipe in (loaded.recipe, *loaded.recipe.tables.values()):
+        try:
+            algorithm = algorithm_of(recipe, loaded.folder)
+        except RlmqError as error:
+            yield error
+            continue
+        if isinstance(algorithm, OwnFunctions):
+            yield from algorithm.trial(recipe)
 
 
 def _engine_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:

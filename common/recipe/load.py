@@ -24,6 +24,8 @@ from rlmq.common.script import recipe_of_script
 from rlmq.common.user_code import find_beside, is_file_spec, is_spec, source_hash
 
 MOST_BYTES = 1 << 20
+_CODE = ("function", "model", "role", "environment", "advantage", "loss", "loop")
+"""Keys of blocks whose values may name a file."""
 # Names under which readers of verl's texts know a key, and the canonical ones.
 ALIASES = {"dataflow.min_batch_for_reward": "stages.reward.min_batch"}
 
@@ -267,16 +269,16 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
             data[key] = {name: place(source, f"data.{key}.{name}") for name, source in sets.items()}
     for i, loss in enumerate(values["losses"]):
         loss["data"] = place(loss["data"], f"losses.{i}.data")
-    named = [("rollout", "environment"), *(("algorithm", key) for key in ("advantage", "loss", "loop"))]
-    for block, key in named:
-        if values[block][key] is not None:
-            values[block][key] = place(values[block][key], f"{block}.{key}")
+        _place_code(loss["algorithm"], f"losses.{i}.algorithm", place)
+    for block in ("rollout", "algorithm"):
+        _place_code(values[block], block, place)
     for i, block in enumerate(values["reward"]):
         _place_code(block, f"reward.{i}", place)
     if recipe.reward_controller is not None:
         values["reward_controller"] = place(recipe.reward_controller, "reward_controller")
-    for block, where in ((values["critic"], "critic"), (values["reward_model"], "reward_model")):
-        _place_code(block, where, place)
+    for block in ("critic", "reward_model"):
+        if values[block]["model"] is not None:
+            values[block]["model"] = place(values[block]["model"], f"{block}.model")
     for i, critic in enumerate(values["critics"]):
         _place_code(critic, f"critics.{i}", place)
     for i, node in enumerate(values["nodes"]):
@@ -286,7 +288,7 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
 
 
 def _place_code(block: dict[str, Any], where: str, place: Callable[[str, str], str]) -> None:
-    for kind in ("function", "model", "role"):
+    for kind in _CODE:
         if block.get(kind) is not None:
             block[kind] = place(block[kind], f"{where}.{kind}")
 

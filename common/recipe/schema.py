@@ -16,7 +16,7 @@ from rlmq.common.recipe.block import Beta, Block, PositiveFloat, PositiveInt
 from rlmq.common.recipe.critic_block import CriticBlock, OwnCriticBlock, RewardModelBlock
 from rlmq.common.recipe.data_block import DataBlock
 from rlmq.common.recipe.lora_block import LoraBlock
-from rlmq.common.recipe.loss_block import LossBlock
+from rlmq.common.recipe.loss_block import NO_POLICY, LossBlock
 from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.placement_block import ActorPlacement, RolePlacement
 from rlmq.common.recipe.record_block import RecordBlock
@@ -289,11 +289,17 @@ class Recipe(Block):
     @model_validator(mode="after")
     def _losses_fit(self) -> Recipe:
         """All losses of an update are of one model and of one distribution."""
+        from rlmq.common.algorithms import algorithm_of
+
         names = [block.name for block in self.losses]
         if len(set(names)) < len(names):
             raise ValueError("losses: a name for each")
-        if self.losses and self.algorithm.name in ("reward_model", "score"):
+        if self.losses and self.algorithm.name in NO_POLICY:
             raise ValueError(f"no losses: {self.algorithm.name} trains no policy")
+        if with_critic := [name for name, own in self.tables.items() if algorithm_of(own).critics]:
+            raise ValueError(
+                f"losses: an algorithm without a critic for {with_critic[0]}: values are of one policy"
+            )
         if self.losses and self.rollout.temperature != 1.0:
             raise ValueError("rollout.temperature 1 with losses: they learn the model's own distribution")
         return self
@@ -339,9 +345,11 @@ class Recipe(Block):
 
     def _alone(self, block: LossBlock) -> Recipe:
         data = {"train": block.data, "min_reward": block.min_reward, "prompts_per_step": block.prompts_per_step}
-        update = {"mixture": (), "eval": None, "passes": None, **data}
+        recorded = "groups" if block.algorithm.online else None
+        update = {"mixture": (), "eval": None, "passes": None, "recorded": recorded, **data}
         own = {"algorithm": block.algorithm, "data": self.data.model_copy(update=update)}
-        return self.model_copy(update={**own, "losses": (), "reward": (), "nodes": ()})
+        no_learner = {"critics": (), "reward_model": RewardModelBlock()}
+        return self.model_copy(update={**own, "losses": (), "reward": (), "nodes": (), **no_learner})
 
     @property
     def own_reference(self) -> bool:

@@ -150,3 +150,23 @@ def test_overrides_leave_shared_blocks_alone(read: Read, base: str) -> None:
     text = base + "placement:\n  actor: &p {threads: 2}\n  rollout: *p\n"
     recipe = read(text, "placement.actor.threads=4")
     assert (recipe.placement.actor.threads, recipe.placement.rollout.threads) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more", "told"),
+    [
+        ("{name: reward_model}", "", "trains a policy, not reward_model"),
+        ("{name: ppo}", "", "without a critic for old"),
+        ("{name: safe_rlhf}", "", "without a critic for old"),
+        ("{name: sft, loop: 'l.py:loop'}", "", "no loop and no kl_target"),
+        ("{name: grpo, kl_coef: 0.1, kl_target: 0.1}", "", "no loop and no kl_target"),
+        ("{name: grpo}", ", min_reward: 0.5", "no min_reward"),
+        ("{name: grpo, beta: 0.5}", "", "not beta"),
+    ],
+)
+def test_a_loss_that_cannot_be_mixed_in_is_refused_by_name(
+    read: Read, base: str, algorithm: str, more: str, told: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(base + f"losses: [{{name: old, data: d.jsonl, algorithm: {algorithm}{more}}}]\n")
+    assert told in str(caught.value)
