@@ -193,24 +193,30 @@ class Variant(Replay):
         columns = dict.fromkeys(
             (*batch_columns(self._algorithm, self._heads), "policy_versions", *self._more(TRAIN))
         )
-        rows = self._kept(self._recorded.of(TRAIN, logged.rows, list(columns)), step)
+        rows = kept(self._recorded.of(TRAIN, logged.rows, list(columns)), step, self._change)
         batch = read_batch(rows, self._algorithm, self._log.state_before(step), self._heads)
         claims = {TRAIN: Claim(TRAIN, "actor", "", (), rows)}
         return self._planned(step, batch, claims, update=update), batch
 
-    def _kept(self, rows: pa.RecordBatch, step: int) -> pa.RecordBatch:
-        ids, limit = rows["sample_id"].to_pylist(), self._change.max_staleness
-        if self._change.rewards:
-            place = rows.schema.get_field_index("reward")
-            rewards = pa.array([self._change.rewards.get(name) for name in ids], pa.float64())
-            rows = rows.set_column(place, rows.schema.field(place), rewards)
-        oldest = [min(versions or [step - 1]) for versions in rows["policy_versions"].to_pylist()]
-        fresh = [limit is None or step - 1 - version <= limit for version in oldest]
-        kept = rows.filter(pc.and_(pa.array(fresh), pc.is_valid(rows["reward"])))
-        if not kept.num_rows:
-            expected = f"rows with a reward, at most {limit} versions old" if limit is not None else "rewards"
-            raise UsageError(f"step {step}", got=f"none of {len(ids)} rows left", expected=expected)
-        return kept
+
+def kept(rows: pa.RecordBatch, step: int, change: Change) -> pa.RecordBatch:
+    """The rows of a step that are left under a change, with its rewards.
+
+    Raises:
+        UsageError: none is.
+    """
+    ids, limit = rows["sample_id"].to_pylist(), change.max_staleness
+    if change.rewards:
+        place = rows.schema.get_field_index("reward")
+        rewards = pa.array([change.rewards.get(name) for name in ids], pa.float64())
+        rows = rows.set_column(place, rows.schema.field(place), rewards)
+    oldest = [min(versions or [step - 1]) for versions in rows["policy_versions"].to_pylist()]
+    fresh = [limit is None or step - 1 - version <= limit for version in oldest]
+    found = rows.filter(pc.and_(pa.array(fresh), pc.is_valid(rows["reward"])))
+    if not found.num_rows:
+        expected = f"rows with a reward, at most {limit} versions old" if limit is not None else "rewards"
+        raise UsageError(f"step {step}", got=f"none of {len(ids)} rows left", expected=expected)
+    return found
 
 
 @contextmanager
