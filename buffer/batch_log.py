@@ -50,7 +50,7 @@ class BatchEntry(msgspec.Struct, frozen=True):
     those who learn beside the actor, by role.
     `prompts`: how many were admitted at first and by each refill, where others come for groups that were dropped.
     `rewards` are those of the rows, where prompts are taken by them (`data.difficulty`).
-    `losses` are the other losses of the updates.
+    `losses` are the other losses of the updates. `table` has the rows: `train`, or the step's slot of it.
     """
 
     step: int
@@ -66,6 +66,7 @@ class BatchEntry(msgspec.Struct, frozen=True):
     prompts: tuple[int, ...] = ()
     rewards: tuple[float, ...] = ()
     losses: tuple[LoggedLoss, ...] = ()
+    table: str = "train"
 
 
 class BatchLog(Protocol):

@@ -48,6 +48,17 @@ TRAIN = "train"
 EVAL = "eval"
 BOTH = (TRAIN, EVAL)
 
+
+def slot_of(step: int, slots: int) -> str:
+    """The table of a step's rows, where so many steps may be in flight; see `rlmq.buffer.slots`."""
+    return TRAIN if slots == 1 else f"{TRAIN}.{step % slots}"
+
+
+def flow_table(table: str) -> str:
+    """The flow's name of a table: `train` for each of its slots."""
+    return TRAIN if table.startswith(f"{TRAIN}.") else table
+
+
 Scope = Literal["row", "group", "chunk", "batch"]
 
 

@@ -32,6 +32,7 @@ from rlmq.common.engines.training import (
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError, RlmqError
 from rlmq.common.flow import flows_of
 from rlmq.common.layouts.layout import MeshShape
+from rlmq.common.layouts.part import WeightPart
 from rlmq.common.layouts.weight_sync import WeightSender
 from rlmq.common.metrics import POLICY_VERSION, WEIGHT_SYNC_BYTES, WEIGHT_SYNC_SECONDS
 from rlmq.common.recipe.algorithm_block import AlgorithmBlock
@@ -61,6 +62,7 @@ class ActorRole(Trainer[TrainingEngine]):
         )
         self._reference = self._own_reference() if self._recipe.own_reference else None
         self._formed: Found | None = None
+        self._earlier: tuple[int, WeightPart] | None = None
         self._prompts: tuple[int, ...] = ()
         self._fingerprints = Fingerprints(context.run.fingerprints)
         if context.rank == 0:
@@ -200,6 +202,8 @@ class ActorRole(Trainer[TrainingEngine]):
             return False
         entry, batch = found
         updates = self._for_this_mesh(entry.updates, step)
+        if self._exact_ahead:
+            self._earlier = (step - 1, self._engine.part().copied())
         micro_batches = self._micro_batches(batch, batch.ragged(), updates)
         self._add_old_logprobs(micro_batches, self._recipe.algorithm)
         learn = partial(self._engine.accumulate, loss=partial(self._algorithm.loss, state=entry.state))
@@ -303,7 +307,19 @@ class ActorRole(Trainer[TrainingEngine]):
             )
             for block in self._recipe.losses
         ]
-        return msgspec.structs.replace(entry, prompts=self._prompts, losses=tuple(losses))
+        self._check_staleness(entry)
+        table = self._recipe.table_of(step)
+        return msgspec.structs.replace(entry, prompts=self._prompts, losses=tuple(losses), table=table)
+
+    def _check_staleness(self, entry: BatchEntry) -> None:
+        """The schedule's bound holds by construction; here it is seen to.
+
+        Raises:
+            IntegrityError: a row was generated with older weights.
+        """
+        most, found = self._recipe.schedule.staleness, entry.step - 1 - entry.behaviour_versions[0]
+        if most and found > most:
+            raise IntegrityError(f"staleness of step {entry.step}", got=found, expected=f"at most {most}")
 
     def _claim_tables(self, step: int) -> dict[str, Claim] | None:
         """The step's rows of each table; see `_claim_all`."""
@@ -325,6 +341,7 @@ class ActorRole(Trainer[TrainingEngine]):
         seen: TableCounts | None = None
         heads = self._heads if table == TRAIN else {}
         columns = (*batch_columns(self._algorithms[table], heads), *self._more(table))
+        table = self._recipe.table_of(step) if table == TRAIN else table
         moved_at = time.monotonic()
         while time.monotonic() - moved_at < self._recipe.deadlines.step_s:
             self._store.expire()
@@ -377,17 +394,23 @@ class ActorRole(Trainer[TrainingEngine]):
     # -- weights --------------------------------------------------------------------------------------------
 
     def _offer(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Be at the wanted version (all ranks), then open the meeting place (rank 0)."""
-        self._catch_up(int(args["version"]))
+        """Be at the wanted version (all ranks), then open the meeting place (rank 0).
+
+        Later weights are offered where the wanted ones are gone.
+        """
+        wanted = int(args["version"])
+        self._catch_up(wanted)
         if self._context.rank != 0:
             return {}
         meeting = self._sender.offer(args["generation"], tuple(args["members"]))
-        return {"meeting": msgspec.to_builtins(meeting), "version": self._trained}
+        kept = self._earlier is not None and self._earlier[0] == wanted
+        return {"meeting": msgspec.to_builtins(meeting), "version": wanted if kept else self._trained}
 
     def _send_weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Send this rank's part of what each replica lacks."""
         self._context.activity("syncing")
-        meeting = msgspec.convert(args["meeting"], Rendezvous)
+        meeting, version = msgspec.convert(args["meeting"], Rendezvous), int(args["version"])
+        kept = self._earlier if self._earlier is not None and self._earlier[0] == version else None
 
         def gone(member: str) -> bool:
             """Whether the controller has given up the member's call to receive."""
@@ -395,7 +418,7 @@ class ActorRole(Trainer[TrainingEngine]):
             return any(one.released and member == f"rollout-{one.rank}" for one in results)
 
         try:
-            stats = self._sender.send(meeting, self._engine.part(), int(args["version"]), gone)
+            stats = self._sender.send(meeting, kept[1] if kept else self._engine.part(), version, gone)
         except RlmqError as error:  # a receiver's end, or an offer of an earlier incarnation, is not the trainer's
             return {"failed": str(error)}
         WEIGHT_SYNC_BYTES.labels(direction="sent").inc(stats.bytes)
@@ -439,4 +462,6 @@ def _generated(entry: BatchEntry, batch: Batch) -> dict[str, Any]:
         **reward_figures(batch.columns),
         "generated_tokens": sum(len(response) for response in batch.responses),
         "staleness_mean": float((entry.step - 1 - oldest).mean()),
+        "staleness_max": int((entry.step - 1 - oldest).max()),
+        "interrupted_ratio": float(np.mean([len(set(versions)) > 1 for versions in batch.versions])),
     }

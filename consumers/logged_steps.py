@@ -132,7 +132,7 @@ class LoggedSteps:
 
 def tables_of(entry: BatchEntry) -> list[tuple[str, list[RowRange]]]:
     """The tables that an entry trained on, `train` first, and where they hold its rows."""
-    parts = [(TRAIN, entry.ranges), *((loss.table, loss.ranges) for loss in entry.losses)]
+    parts = [(entry.table, entry.ranges), *((loss.table, loss.ranges) for loss in entry.losses)]
     return [(table, [RowRange(r.chunk, r.first, r.count, use=r.use) for r in ranges]) for table, ranges in parts]
 
 

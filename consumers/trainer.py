@@ -27,6 +27,7 @@ from rlmq.common.determinism import require_same_environment
 from rlmq.common.engines.micro_batches import build_micro_batch
 from rlmq.common.engines.training import MicroBatch, StepStats, TrainingEngine
 from rlmq.common.errors import IntegrityError, UsageError
+from rlmq.common.flow import flow_table
 from rlmq.common.layouts.layout import MeshShape
 from rlmq.common.models import load_tokenizer, pad_id, resolve_model
 from rlmq.common.recipe.load import recipe_hash
@@ -100,6 +101,11 @@ class Trainer(Generic[Engine]):
         return None
 
     @property
+    def _exact_ahead(self) -> bool:
+        """Whether rows of later steps are still generated, with the weights before this step's and no others."""
+        return self._recipe.deterministic and self._recipe.schedule.staleness > 0
+
+    @property
     def _strategy(self) -> str:
         """The training engine's name."""
         return getattr(self._recipe.place_of(self._context.role), "strategy", "torch")
@@ -138,10 +144,11 @@ class Trainer(Generic[Engine]):
     def close(self) -> None:
         """Save what was trained since the last checkpoint.
 
-        A sharded model is not: ranks that end may not wait for each other. A redo of the log makes the same.
+        A sharded model is not: ranks that end may not wait for each other. Nor where rows may still be generated
+        with the weights before. A redo of the log makes the same.
         """
         self._saved.settle(wait=True)
-        if self._whole and self._context.rank == 0 and not self._engine.sharded:
+        if self._whole and self._context.rank == 0 and not self._engine.sharded and not self._exact_ahead:
             self._save()
 
     # -- steps ---------------------------------------------------------------------------------------------
@@ -192,12 +199,13 @@ class Trainer(Generic[Engine]):
         logged = [entry.rows, *(loss.rows for loss in entry.losses)]
         found: dict[str, Batch] = {}
         for (table, ranges), ids in zip(tables_of(entry), logged, strict=True):
-            algorithm = self._algorithms[table]
-            heads = self._heads if table == TRAIN else {}
+            name = flow_table(table)
+            algorithm = self._algorithms[name]
+            heads = self._heads if name == TRAIN else {}
             needed = batch_columns(algorithm, heads)
-            rows = self._rows(table, ranges, ids, (*needed, *self._more(table)))
-            whole = not any(rows.column(name).null_count for name in needed)
-            batch = read_batch(rows, algorithm, state if table == TRAIN else {}, heads) if whole else None
+            rows = self._rows(table, ranges, ids, (*needed, *self._more(name)))
+            whole = not any(rows.column(column).null_count for column in needed)
+            batch = read_batch(rows, algorithm, state if name == TRAIN else {}, heads) if whole else None
             if batch is None or tuple(batch.ids) != ids:
                 raise IntegrityError(
                     f"rows of step {entry.step} in table {table}",
@@ -205,7 +213,7 @@ class Trainer(Generic[Engine]):
                     expected=f"the {len(ids)} logged ones",
                     remedy="Restore the run's Redis data, or start anew with --fresh",
                 )
-            found[table] = batch
+            found[name] = batch
         own = found.pop(TRAIN)
         return replace(own, losses=found)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rlmq.buffer.store import ExperienceStore
 from rlmq.buffer.tables import sample_tables
-from rlmq.common.flow import flow_of
+from rlmq.common.flow import flow_of, flow_table
 from rlmq.common.recipe.schema import Recipe
 from rlmq.controller.plan import Worker
 
@@ -31,7 +31,7 @@ def _lines(
     recipe: Recipe, store: ExperienceStore, members: Sequence[Worker], table: str, stage: str, itself: bool
 ) -> Iterator[str]:
     flow = flow_of(recipe)
-    found = next(one for one in sample_tables(flow, capacity_rows=1) if one.name == table)
+    found = next(one for one in sample_tables(flow, capacity_rows=1) if one.name == flow_table(table))
     role = {node.name: node.role for node in flow}
     counts, leases = store.counts(table), store.leases(table)
     for one in (*found.before(stage), *((stage,) if itself else ())):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
 from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.store import ExperienceStore, Interest, TableCounts
-from rlmq.buffer.tables import EVAL, TRAIN
+from rlmq.buffer.tables import EVAL
 from rlmq.common.calls import CallResult, Calls
 from rlmq.common.critics import learners
 from rlmq.common.errors import DeadlineExceeded, DependencyError, UsageError
@@ -28,6 +29,15 @@ from rlmq.controller.weight_sync import WeightSync
 _BEST = "best"
 _FORM_ATTEMPTS = 5
 _LOOK_S = 0.5
+
+
+@dataclass
+class _Admitted:
+    """What was admitted to a step: the arguments of each call, and rows."""
+
+    parts: list[dict[str, int]] = field(default_factory=list)
+    samples: int = 0
+    greedy: int = 0
 
 
 class Pending:
@@ -80,13 +90,11 @@ class RunSteering:
         self._line = StepLine(dispatch, trackers)
         self._repeats = 0
         self._server = store.server_id()
-        self._admitted = 0
-        self._greedy = 0
+        self._steps: dict[int, _Admitted] = {}
         self._logged_step = -1
         self._saved_step = 0
         self._used_prompts = 0
         self._used_through = 0
-        self._parts: list[dict[str, int]] = []
         self._begun = False
         self.open_step = 1
         self.evaluations: dict[int, dict[str, Any]] = {}
@@ -164,12 +172,18 @@ class RunSteering:
         return Pending(self._dispatch, call_id)
 
     def admit(self, step: int) -> int:
-        """See `Steering.admit`."""
-        self._parts, self._admitted, self._greedy = [], 0, 0
+        """See `Steering.admit`. Steps that may be generated ahead are admitted too."""
         self._ordinal += 1
-        self._admit_part(step, self._recipe.data.prompts_per_step, self._id("prompts", "admit"))
-        self._used_through = step
-        return self._admitted
+        ahead = self._recipe.schedule.staleness
+        self._steps = {known: what for known, what in self._steps.items() if known >= step and ahead}
+        for one in range(step, max(step, min(step + ahead, self.total_steps)) + 1):
+            if one in self._steps:
+                continue
+            self._steps[one] = _Admitted()
+            call_id = f"{one}/ahead/prompts.admit" if ahead else self._id("prompts", "admit")
+            self._admit_part(one, self._recipe.data.prompts_per_step, call_id)
+            self._used_through = one
+        return self._steps[step].samples
 
     def wait_batch(self, step: int) -> int:
         """See `Steering.wait_batch`. With dynamic sampling, other prompts come for groups that were dropped."""
@@ -179,9 +193,8 @@ class RunSteering:
             return 0
         counts = self._wait_step(step)
         for number in range(1, self._recipe.algorithm.most_refills + 1 if self._dynamic else 1):
-            missing = self._dispatch.call(
-                f"{step}/refill-{number}/prompts.missing", "prompts", "missing", {}, deadline_s=self._step_s
-            )
+            call_id, of = f"{step}/refill-{number}/prompts.missing", {"step": step}
+            missing = self._dispatch.call(call_id, "prompts", "missing", of, deadline_s=self._step_s)
             count = int(missing[0].value["groups"])
             if count == 0 or self._refill(step, number, count) == 0:
                 break
@@ -213,10 +226,16 @@ class RunSteering:
         """How many prompts the step took, at first and by each refill; the batch log keeps it."""
         return {"prompts": [part["count"] for part in self._parts]} if self._dynamic else {}
 
+    @property
+    def _parts(self) -> list[dict[str, int]]:
+        """Of the open step."""
+        return self._steps.get(self.open_step, _Admitted()).parts
+
     def _train_actor(self, step: int) -> None:
         self.last_train = self._until_formed("train", {"step": step, **self._taken})
         prompts = self._taken.get("prompts", [])
-        filtered = self._admitted - self._greedy - self.last_train["samples"]
+        admitted = self._steps.get(step, _Admitted())
+        filtered = admitted.samples - admitted.greedy - self.last_train["samples"]
         self._line.add({**self.last_train, "filtered": filtered})
         if prompts:
             dropped = sum(prompts) - self.last_train["groups"]
@@ -246,8 +265,11 @@ class RunSteering:
 
     def publish(self, version: int) -> None:
         """See `Steering.publish`; after a restart, an older version than the log has means the newest one."""
-        version = max(version, self.open_step - 1, self._logged_step)
+        exact = self._recipe.deterministic and self._recipe.schedule.staleness > 0
+        version = max(version, self.open_step - 1, 0 if exact else self._logged_step)
         began = time.monotonic()
+        if exact:  # which weights generate a row must not be a matter of time
+            self._pass(version + self._recipe.schedule.staleness, "rollout", None)
         self._dispatch.hold()
         self._weights.want(version)
         self._weights.bring_up_to_date()
@@ -289,20 +311,22 @@ class RunSteering:
         Raises:
             DeadlineExceeded: after `timeout_s`, or `deadlines.step_s` without progress; who has the rows is named.
         """
-        if self.open_step <= self._logged_step:
-            return
-        began, seen = time.monotonic(), None
+        if self.open_step > self._logged_step:
+            self._pass(self.open_step, stage, timeout_s)
+
+    def _pass(self, step: int, stage: str, timeout_s: float | None) -> None:
+        began, seen, table = time.monotonic(), None, self._recipe.table_of(step)
         self._dispatch.moved()
-        while left := self._before(counts := self._store.counts(TRAIN), stage):
+        while left := self._before(counts := self._store.counts(table), stage):
             if timeout_s is not None and time.monotonic() - began >= timeout_s:
-                raise self._too_late(stage, left, timeout_s)
+                raise self._too_late(table, stage, left, timeout_s)
             if counts != seen:
                 self._dispatch.moved()
                 seen = counts
             self._generate_on_actor(counts)
             self._meshes.work(counts, self.open_step)
-            self._dispatch.waits(f"stage {stage} in table {TRAIN}", [stage], deadline_s=self._step_s)
-            self._pump(TRAIN, stage, itself=True)
+            self._dispatch.waits(f"stage {stage} in table {table}", [stage], deadline_s=self._step_s)
+            self._pump(table, stage, itself=True)
             self._dispatch.sleep(_LOOK_S / 5)
             self._weights.bring_up_to_date()
         self._dispatch.waits()
@@ -311,10 +335,10 @@ class RunSteering:
     def _before(counts: TableCounts, stage: str) -> int:
         return sum(rows.get(stage, 0) for rows in (counts.waiting, counts.ready, counts.leased))
 
-    def _too_late(self, stage: str, left: int, timeout_s: float) -> DeadlineExceeded:
+    def _too_late(self, table: str, stage: str, left: int, timeout_s: float) -> DeadlineExceeded:
         return DeadlineExceeded(
             f"rows of step {self.open_step} at stage {stage}",
-            got=f"{left} not done after {timeout_s:g} s: {self._late(TRAIN, stage, itself=True)}",
+            got=f"{left} not done after {timeout_s:g} s: {self._late(table, stage, itself=True)}",
             expected="all of them",
             remedy="Read the log of who is named, or give it more workers or time",
         )
@@ -404,7 +428,8 @@ class RunSteering:
         """A server that was started again may have come back older: rows that it lost are put again."""
         self._server = self._store.server_id()
         self._log.warning("the server was started again", step=step)
-        for args in self._parts if method == "admit" else [{"step": step}]:
+        admitted = [part for one in self._steps.values() for part in one.parts]
+        for args in admitted if method == "admit" else [{"step": step}]:
             self._again("prompts", method, args)
 
     @property
@@ -432,21 +457,23 @@ class RunSteering:
 
     def _admit_part(self, step: int, count: int, call_id: str) -> int:
         """Admit the next prompts of the order."""
-        args = {"step": step}
+        args, admitted = {"step": step}, self._steps[step]
         if self._dynamic:
-            after = sum(part["count"] for part in self._parts)
+            after = sum(part["count"] for part in admitted.parts)
             args |= {"first": self._used_prompts, "count": count, "after": after}
         [result] = self._dispatch.call(call_id, "prompts", "admit", args, deadline_s=self._step_s)
         value = result.value
         found = int(value.get("prompts", count))
-        self._parts.append({**args, "count": found} if self._dynamic else args)
+        admitted.parts.append({**args, "count": found} if self._dynamic else args)
         self._used_prompts += found
-        self._admitted += int(value["samples"])
-        self._greedy += int(value.get("greedy", 0))
+        admitted.samples += int(value["samples"])
+        admitted.greedy += int(value.get("greedy", 0))
         return found
 
     def _wait_step(self, step: int) -> TableCounts:
-        return self._wait_rows(Interest(TRAIN, "actor", rows=self._admitted, or_settled=True), "admit", step)
+        rows = self._steps.get(step, _Admitted()).samples
+        interest = Interest(self._recipe.table_of(step), "actor", rows=rows, or_settled=True)
+        return self._wait_rows(interest, "admit", step)
 
     def _wait_rows(self, interest: Interest, admit: str, step: int) -> TableCounts:
         """Wait for rows, without polling; meanwhile workers that came back receive the weights."""

@@ -43,6 +43,13 @@ class Chunk:
         """The first turn of each row."""
         return [episode.next_request() for episode in self._written.values()]
 
+    def interrupt(self, parts: Sequence[Generated]) -> None:
+        """Keep what there is of the turns that the engine was taken; `first` has their rest then."""
+        for part in parts:
+            episode = self._written.pop(part.id)
+            episode.add_part(part)
+            self._written[episode.next_request().id] = episode
+
     def take(self, turns: Sequence[Generated]) -> list[Request]:
         """Take in what the engine has finished (of any chunk); returns the requests that follow from it.
 

@@ -43,6 +43,8 @@ class Episode:
     turns: list[int] = field(default_factory=list)
     truncated: bool = False
     turn: int = 0
+    part: int = 0
+    """Of the turn: one more each time that other weights came into it."""
 
     @property
     def id(self) -> str:
@@ -55,23 +57,29 @@ class Episode:
         return self.request.sampling.max_tokens - len(self.token_ids)
 
     def next_request(self) -> Request:
-        """The next turn's; its random numbers are those of its own id."""
-        if self.turn == 0:
+        """The next turn's, or the rest of one; its random numbers are those of its own id."""
+        if self.turn == 0 and self.part == 0:
             return self.request
         sampling = replace(self.request.sampling, max_tokens=self.left_tokens)
         prompt = [*self.request.prompt_ids, *self.token_ids]
-        return replace(self.request, id=f"{self.id}~{self.turn}", prompt_ids=prompt, sampling=sampling)
+        name = f"{self.id}~{self.turn}" + (f".{self.part}" if self.part else "")
+        return replace(self.request, id=name, prompt_ids=prompt, sampling=sampling)
 
     def add(self, generated: Generated) -> None:
         """The policy's turn."""
         self._extend(generated.token_ids, generated.logprobs, generated.policy_versions, own=True)
         self.truncated = generated.truncated
 
+    def add_part(self, generated: Generated) -> None:
+        """What there is of a turn that goes on with other weights."""
+        self._extend(generated.token_ids, generated.logprobs, generated.policy_versions, own=True)
+        self.part += bool(generated.token_ids)
+
     def add_answer(self, ids: Sequence[int]) -> None:
         """The environment's answer; the next turn is the policy's."""
         version = self.policy_versions[-1] if self.policy_versions else 0
         self._extend(ids, [0.0] * len(ids), [version] * len(ids), own=False)
-        self.turn += 1
+        self.turn, self.part = self.turn + 1, 0
 
     def _extend(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, own: bool) -> None:
         self.token_ids += ids

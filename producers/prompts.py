@@ -20,7 +20,7 @@ from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.store import ExperienceStore, Facts
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.columns import DATA_COLUMNS, GREEDY, PROMPT_COLUMNS, arrow_schema
-from rlmq.common.flow import flow_of
+from rlmq.common.flow import TRAIN, flow_of
 from rlmq.common.models import eos_ids, folder_context_length, load_tokenizer, resolve_model
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.recipe.schema import Recipe
@@ -143,7 +143,7 @@ class PromptsRole:
         greedy, after = algorithm_of(self._recipe).greedy_baseline, int(args.get("after", 0))
         self._admit_losses(step, after)
         size = self._recipe.algorithm.group_size
-        samples = self._put("train", step, prompts, size, greedy=greedy, after=after)
+        samples = self._put(TRAIN, step, prompts, size, greedy=greedy, after=after)
         return {"samples": samples, "prompts": len(prompts), "greedy": len(prompts) * greedy}
 
     def _admit_losses(self, step: int, after: int) -> None:
@@ -188,10 +188,11 @@ class PromptsRole:
             self._measured, self._server = MeasuredOrder(order, data.difficulty, self._log.entries), server
         return self._measured.of_step(step)
 
-    def missing(self, _args: Mapping[str, Any]) -> dict[str, Any]:
+    def missing(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """How many more groups would make the step's rows as many as it should have."""
         members = self._recipe.algorithm.group_size
-        lacking = self._recipe.data.prompts_per_step * members - self._store.counts("train").live
+        live = self._store.counts(self._recipe.table_of(int(args["step"]))).live
+        lacking = self._recipe.data.prompts_per_step * members - live
         return {"groups": max(0, lacking // members)}
 
     def admit_eval(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,6 +233,7 @@ class PromptsRole:
         self, table: str, step: int, chunks: Sequence[pa.RecordBatch], sizes: Sequence[int], after: int
     ) -> None:
         last = len(chunks) - 1
+        table = self._recipe.table_of(step) if table == TRAIN else table
         for number, (rows, size) in enumerate(zip(chunks, sizes, strict=True)):
             self._store.put(
                 table,

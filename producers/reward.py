@@ -23,7 +23,7 @@ from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.algorithms import algorithm_of
 from rlmq.common.columns import LEARNED, arrow_schema, reward_columns, without
 from rlmq.common.errors import Fenced, Terminated
-from rlmq.common.flow import flow_of
+from rlmq.common.flow import flow_of, flow_table
 from rlmq.common.metrics import ROWS_ACKED, ROWS_WITHOUT_VERDICT, ROWS_WRITTEN
 from rlmq.common.recipe.load import recipe_hash
 from rlmq.common.recipe.schema import Recipe
@@ -212,7 +212,9 @@ class RewardRole(Role):
         if missing:
             self._failed_rows += len(missing)
             ROWS_WITHOUT_VERDICT.labels(claim.table).inc(len(missing))
-        ended = missing if claim.table == TRAIN else []  # rows that the recorder may have seen before the write
+        ended = (
+            missing if flow_table(claim.table) == TRAIN else []
+        )  # rows that the recorder may have seen before the write
         arrays = [pa.array(without(values, ended), pa.float64()) for values in (*sums, *parts)]
         arrays.append(pa.array(without(fields, ended), pa.string()))
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import pyarrow as pa
 import torch
 
+from rlmq.buffer.slots import SlottedStore
 from rlmq.buffer.store import Claim, ExperienceStore, Facts, Interest
 from rlmq.buffer.tables import EVAL, TRAIN
 from rlmq.common.columns import ROLLOUT_COLUMNS, arrow_schema, is_greedy
@@ -24,6 +26,7 @@ from rlmq.common.engines.generation import (
 )
 from rlmq.common.engines.registry import GENERATION
 from rlmq.common.errors import DeadlineExceeded, Fenced, IntegrityError
+from rlmq.common.flow import flow_table
 from rlmq.common.layouts.layout import Box
 from rlmq.common.layouts.part import whole_part
 from rlmq.common.layouts.weight_sync import WeightReceiver
@@ -74,6 +77,8 @@ class RolloutRole:
             decode=lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)),
         )
         self._columns = (*_COLUMNS, "record") if recipe.rollout.environment else _COLUMNS
+        self._held: list[Chunk] = []  # between two policy versions
+        self._interrupts = recipe.schedule.interrupts and not recipe.deterministic
         self._tag = f"config {recipe_hash(recipe)} seed {recipe.run.seed}"
 
     def _made(self, folder: str) -> GenerationEngine:
@@ -136,14 +141,30 @@ class RolloutRole:
 
         In normal mode, more chunks are taken while the engine has free slots, until there are none.
         """
-        first = self._claim()
-        if first is None:
+        if not self._up_to_date():
             return False
-        self._generate(first)
+        chunks = self._resumed()
+        if not chunks:
+            first = self._claim()
+            if first is None:
+                return False
+            chunks = [self._begun(first)]
+        self._generate(chunks)
         return True
 
+    def _resumed(self) -> list[Chunk]:
+        """What was interrupted, with the engine again."""
+        chunks, self._held = self._held, []
+        self._each(chunks, lambda chunk: self._store.extend(chunk.claim), chunks)
+        for chunk in chunks:
+            self._engine.submit(chunk.first())
+        return chunks
+
     def close(self) -> None:
-        """Nothing is held between chunks but the engine."""
+        """Give back what was interrupted, and end the engine."""
+        for chunk in self._held:
+            with suppress(Fenced):
+                self._store.release(chunk.claim)
         self._engine.close()
 
     def _up_to_date(self) -> bool:
@@ -154,13 +175,14 @@ class RolloutRole:
     def _claim(self, tables: tuple[str, ...] = (EVAL, TRAIN)) -> Claim | None:
         if not self._up_to_date():
             return None
+        if isinstance(self._store, SlottedStore):  # what is trained next comes first
+            self._store.first_step = self._engine.version + 1
         rows = self._context.recipe.rollout.batch_size_per_device
         claims = (self._store.claim(table, "rollout", max_rows=rows, columns=self._columns) for table in tables)
         return next((claim for claim in claims if claim is not None), None)
 
-    def _generate(self, first: Claim) -> None:
+    def _generate(self, chunks: list[Chunk]) -> None:
         self._context.activity("generating")
-        chunks = [self._begun(first)]
         extended_at = looked_at = time.monotonic()
         try:
             while chunks and not self._context.stopping():
@@ -175,6 +197,9 @@ class RolloutRole:
                 written = [chunk for chunk in chunks if chunk.done]
                 self._each(written, self._write, chunks)
                 chunks = [chunk for chunk in chunks if chunk not in written]
+                if self._interrupts and not self._up_to_date():
+                    self._hold(chunks)
+                    return
                 if self._has_room(chunks) and now - looked_at > _LOOK_EVERY_S:
                     looked_at = now
                     # Not training prompts beside an evaluation: it would wait for their chunks to end.
@@ -185,6 +210,12 @@ class RolloutRole:
                 self._engine.abort(chunk.requests)
         for chunk in chunks:
             self._store.release(chunk.claim)
+
+    def _hold(self, chunks: Sequence[Chunk]) -> None:
+        """Other weights are wanted: responses go on with them, with the tokens that they have."""
+        for chunk in chunks:
+            chunk.interrupt(self._engine.abort(chunk.requests))
+        self._held = list(chunks)
 
     def _begun(self, claim: Claim) -> Chunk:
         episodes = [Episode(one, fields) for one, fields in zip(*self._requests(claim), strict=True)]
@@ -222,7 +253,7 @@ class RolloutRole:
         """The first turn of each row, and what the environment may read of its data."""
         ids = claim.rows["sample_id"].to_pylist()
         prompts = claim.rows["prompt_ids"].to_pylist()
-        sampling, seed = self._sampling[claim.table], self._context.recipe.run.seed
+        sampling, seed = self._sampling[flow_table(claim.table)], self._context.recipe.run.seed
         requests = [
             Request(i, prompt, self._greedy if is_greedy(i) else sampling, seed)
             for i, prompt in zip(ids, prompts, strict=True)

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from rlmq.buffer.redis_store import RedisStore
 from rlmq.buffer.store import Lease, Stage, Table, TableCounts, Waiting
-from rlmq.buffer.tables import EVAL, TRAIN
+from rlmq.buffer.tables import EVAL
 from rlmq.common.errors import DependencyError, ExitCode, IntegrityError
 from rlmq.common.recipe.load import load_recipe
 from rlmq.common.run_folder import RunFolder
@@ -131,7 +131,7 @@ def buffer_of(found: RunFolder) -> Iterator[Buffer]:
     try:
         if recipe.redis.url is not None:
             claim_home(found, url)
-        yield Buffer(found, store, _attach(found, store, (TRAIN, EVAL, *recipe.tables)))
+        yield Buffer(found, store, _attach(found, store, (*recipe.slot_names, EVAL, *recipe.tables)))
     except RedisError as error:
         remedy = "Give its user +scan and +strlen too" if isinstance(error, NoPermissionError) else ""
         raise DependencyError(

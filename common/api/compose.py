@@ -87,7 +87,7 @@ def start_process(
     """
     from rlmq import __version__
     from rlmq.buffer.redis_calls import RedisCalls
-    from rlmq.buffer.redis_store import RedisStore
+    from rlmq.buffer.slots import SlottedStore
     from rlmq.buffer.tables import sample_tables
     from rlmq.common.columns import fingerprint
     from rlmq.common.flow import flows_of, sample_columns
@@ -104,7 +104,7 @@ def start_process(
         from rlmq.consumers.joined_node import stage_of
 
         tables[0] = replace(tables[0], stages=(*tables[0].stages, stage_of(joined)))
-    store = RedisStore(redis_url, run_id=run.run_id, worker=f"{role}-{index}")
+    store = SlottedStore(redis_url, run_id=run.run_id, worker=f"{role}-{index}", slots=recipe.slots)
     store.open(tables)
     store.recover()  # what a killed process of this name held is redelivered now, not when its lease is over
     calls = RedisCalls(redis_url, run_id=run.run_id)

@@ -21,6 +21,7 @@ from rlmq.common.recipe.node_block import NodeBlock
 from rlmq.common.recipe.placement_block import ActorPlacement, RolePlacement
 from rlmq.common.recipe.record_block import RecordBlock
 from rlmq.common.recipe.reward_block import RewardBlock
+from rlmq.common.recipe.schedule_block import ScheduleBlock
 from rlmq.common.recipe.stage_block import StageBlock
 
 
@@ -229,6 +230,7 @@ class Recipe(Block):
         default=None, description="file.py:function from a step to {reward's name: weight} of that step's rows."
     )
     train: TrainBlock
+    schedule: ScheduleBlock = Field(default_factory=ScheduleBlock)
     critic: CriticBlock = Field(default_factory=CriticBlock)
     critics: tuple[OwnCriticBlock, ...] = ()
     reward_model: RewardModelBlock = Field(default_factory=RewardModelBlock)
@@ -337,6 +339,40 @@ class Recipe(Block):
         if hybrid and (engine != "hf" or not self.algorithm.online):
             raise ValueError("rollout.engine hf, and an algorithm that generates, with placement.actor.hybrid")
         return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Recipe:
+        """What a step's rows depend on beside the weights is known when they are admitted."""
+        if self.schedule.staleness == 0:
+            return self
+        measured = self.data.difficulty.window is not None
+        beside = {"critic", "reward_model", *(one.name for one in self.critics)} & set(self.workers())
+        for given, what in (
+            (self.algorithm.dynamic_sampling, "algorithm.dynamic_sampling: refills are of the step that trains"),
+            (measured, "data.difficulty: pass rates are those of the steps before"),
+            (bool(self.losses), "losses: their rows have one table for all steps"),
+            (self.placement.actor.hybrid, "placement.actor.hybrid: its ranks generate or train"),
+            (self.deterministic and bool(beside), "deterministic with a critic or a reward model"),
+        ):
+            if given:
+                raise ValueError(f"schedule.kind sync with {what}")
+        return self
+
+    @property
+    def slots(self) -> int:
+        """Steps that may be in flight: one that trains, and those that are generated ahead of it."""
+        return self.schedule.staleness + 1
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """The tables of the steps in flight: `train`, or its slots."""
+        return tuple(self.table_of(step) for step in range(self.slots))
+
+    def table_of(self, step: int) -> str:
+        """The table that has the step's rows."""
+        from rlmq.common.flow import slot_of
+
+        return slot_of(step, self.slots)
 
     @property
     def tables(self) -> dict[str, Recipe]:

@@ -123,3 +123,24 @@ def test_the_calculator_knows_arithmetic_and_nothing_else(asked: str, answer: st
 
     assert calculator.answer("=", {"prompt": f"What is it? {asked}"}) == answer
     assert calculator.answer(" perhaps", {"prompt": asked}) is None
+
+
+def test_a_turn_that_other_weights_come_into_keeps_its_tokens_and_its_budget(answers) -> None:
+    # given a turn of which two tokens are there when it is taken from the engine
+    one, environment = episode(budget=10), answers()
+    first = one.next_request()
+    one.add_part(Generated(first.id, [8, 7], [-0.1, -0.2], [3, 3], truncated=False))
+    # then its rest is asked for under another name, with the tokens and what is left of the budget
+    rest = one.next_request()
+    assert rest.prompt_ids == [9, 9, 8, 7]
+    assert rest.sampling.max_tokens == 8
+    assert rest.id != first.id
+    # when nothing came before the next weights, then the same is asked for again
+    one.add_part(Generated(rest.id, [], [], [], truncated=False))
+    assert one.next_request() == rest
+    # and it is one turn with two versions, after which the next one has a name of its own
+    one.add(Generated(rest.id, [1], [-0.3], [4], truncated=False))
+    assert environment.goes_on(one, Generated(rest.id, [1], [-0.3], [4], truncated=False))
+    assert one.policy_versions[:3] == [3, 3, 4]
+    assert one.turns[:3] == [0, 0, 0]
+    assert one.next_request().id not in (first.id, rest.id)
