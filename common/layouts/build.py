@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlmq.common.errors import UsageError
 from rlmq.common.layouts.layout import Box, Layout, MeshShape
+from rlmq.common.layouts.views import Shards
 from rlmq.common.weights import TensorSpec
 
 if TYPE_CHECKING:
@@ -174,6 +175,31 @@ def flat_sharded(
         }
         held[name] = {rank: boxes for rank, boxes in parts.items() if boxes}
     return Layout(named, held, aliases or {})
+
+
+def flat_views(layout: Layout, rank: int, flat: Mapping[str, torch.Tensor]) -> Shards:
+    """The boxes of a rank as views into its flat partitions, padded or not.
+
+    DeepSpeed's ZeRO-3 has them as `{name: p.ds_tensor for name, p in model.named_parameters()}`: of each flattened
+    parameter a stretch of `ceil(elements / ranks)`, the last ones padded. The layout is that of `flat_sharded` with
+    rule `elements`.
+
+    Raises:
+        UsageError: a partition that is shorter than what the layout says the rank holds.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, by_rank in layout.held.items():
+        boxes = by_rank.get(rank, ())
+        lengths = [box.count for box in boxes]
+        if boxes and flat[name].numel() < sum(lengths):
+            raise UsageError(
+                f"partition of {name} on rank {rank}",
+                got=f"{flat[name].numel()} elements",
+                expected=f"at least {sum(lengths)}",
+            )
+        parts = flat[name].reshape(-1)[: sum(lengths)].split(lengths) if boxes else ()
+        found[name] = [part.view(box.shape) for part, box in zip(parts, boxes, strict=True)]
+    return Shards(layout, rank, found)
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
