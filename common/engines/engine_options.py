@@ -49,3 +49,12 @@ class HttpOptions(Block):
         if self.takes_weights and self.weights_folder is None:
             raise ValueError("weights_folder with update: vllm")
         return self
+
+
+class DeepSpeedOptions(Block):
+    """Options of `deepspeed`."""
+
+    stage: Literal[1, 2, 3] = Field(
+        default=2, description="What a rank holds a slice of: 1 optimizer state, 2 gradients too, 3 weights too."
+    )
+    offload: bool = Field(default=False, description="Optimizer state in the memory of the CPU.")

@@ -27,7 +27,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from pydantic import ValidationError
 
-from rlmq.common.engines.engine_options import HttpOptions, NoOptions, VllmOptions
+from rlmq.common.engines.engine_options import DeepSpeedOptions, HttpOptions, NoOptions, VllmOptions
 from rlmq.common.errors import UsageError
 from rlmq.common.recipe.block import Block
 from rlmq.common.user_code import is_spec, load_function
@@ -186,6 +186,8 @@ _VLLM = (
     " torchcodec triton; with one: pip install 'rlmq[vllm]' (docs/engines.md)",
 )
 
+_DEEPSPEED = ("deepspeed", ">=0.19,<0.20", "DS_BUILD_OPS=0 pip install 'rlmq[deepspeed]' after torch")
+
 GENERATION = EngineRegistry(
     key="rollout.engine",
     group="rlmq.generation_engines",
@@ -208,6 +210,9 @@ TRAINING = EngineRegistry(
         "torch": BuiltIn("rlmq.common.engines.torch_trainer:make_engine", deterministic=True),
         "fsdp": BuiltIn("rlmq.common.engines.torch_trainer:make_sharded_engine", deterministic=True),
         "3d": BuiltIn("rlmq.common.engines.parallel_trainer:make_engine", deterministic=True),
+        "deepspeed": BuiltIn(
+            "rlmq.common.engines.deepspeed_trainer:make_engine", DeepSpeedOptions, _DEEPSPEED, deterministic=True
+        ),
     },
     elsewhere={
         "megatron": "Install a package that registers it in the entry point group rlmq.training_engines, name a "

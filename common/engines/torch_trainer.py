@@ -56,6 +56,8 @@ class TorchEngine:
         watch: is shown this rank's gradients as they are when the optimizer gets them, and its weights after that.
     """
 
+    watch: Callable[[Literal["gradient", "weights"], Iterator[tuple[str, torch.Tensor]]], None] | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -72,9 +74,6 @@ class TorchEngine:
         self._temperature = temperature
         self._group = group
         self._updates = 0
-        self.watch: Callable[[Literal["gradient", "weights"], Iterator[tuple[str, torch.Tensor]]], None] | None = (
-            None
-        )
         self.sharded = sharded and group is not None
         self._low_precision = block.dtype == "bfloat16" and not self.sharded
         self.even_passes = self.sharded
@@ -295,7 +294,7 @@ class TorchEngine:
         Raises:
             IntegrityError: names or shapes are those of another model or dtype; nothing was changed.
         """
-        _require_same_tensors(self.state(), state)
+        require_same_tensors(self.state(), state)
         self._updates = int(state["step"])
         for name, master in zip(self._names, self._masters, strict=True):
             self._optimizer.state[master] = {
@@ -326,7 +325,8 @@ def make_sharded_engine(settings: TrainingSettings) -> TorchEngine:
     return make_engine(settings, sharded=True)
 
 
-def _require_same_tensors(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+def require_same_tensors(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+    """Raises IntegrityError: other names or shapes."""
     differing = sorted(
         name
         for name in own.keys() | given.keys()

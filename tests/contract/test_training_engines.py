@@ -6,6 +6,7 @@ float64 in one process that sees each row alone. All ranks are forked from one p
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -29,6 +30,8 @@ from rlmq.common.recipe.lora_block import LoraBlock
 pytestmark = pytest.mark.timeout(300)
 
 # 30 tokens: several micro-batches, and not as many on each rank; 1: one for each row; 4000: one in all.
+THERE = importlib.util.find_spec("deepspeed") is not None
+ZERO = {stage: {"stage": stage} for stage in (1, 2, 3)}
 FLOAT32: dict[str, dict[str, Any]] = {
     "torch": {"engine": "torch", "dp": 1, "tokens": 30},
     "torch-rows": {"engine": "torch", "dp": 1, "tokens": 1},
@@ -43,6 +46,17 @@ FLOAT32: dict[str, dict[str, Any]] = {
     "3d-1": {"engine": "3d", "dp": 1, "tokens": 30},
     "3d-2": {"engine": "3d", "dp": 1, "tp": 2, "tokens": 30},
     "3d-4": {"engine": "3d", "dp": 2, "pp": 2, "tokens": 1},
+    "deepspeed-1": {"engine": "deepspeed", "dp": 1, "tokens": 30, "options": ZERO[1]},
+    "deepspeed-zero1-2": {"engine": "deepspeed", "dp": 2, "tokens": 30, "options": ZERO[1]},
+    "deepspeed-zero2-2": {"engine": "deepspeed", "dp": 2, "tokens": 1, "options": ZERO[2]},
+    "deepspeed-zero3-2": {"engine": "deepspeed", "dp": 2, "tokens": 30, "options": ZERO[3]},
+    "deepspeed-zero3-3-gpt2": {
+        "engine": "deepspeed",
+        "dp": 3,
+        "tokens": 30,
+        "options": ZERO[3],
+        "model": "gpt2",
+    },
     "plain-1": {"engine": "plain", "dp": 1, "tokens": 30},
     "plain-2": {"engine": "plain", "dp": 2, "tokens": 4000},
 }
@@ -73,6 +87,7 @@ def trained(
     tasks = [
         {**task, "name": name, "model": str(models[task.get("model", "llama")])}
         for name, task in (FLOAT32 | BFLOAT16 | ADAPTED).items()
+        if task["engine"] != "deepspeed" or THERE
     ]
     path = os.pathsep.join([str(HERE.parent), *sys.path])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -126,8 +141,10 @@ def _trained_in_float64(
     return told, model
 
 
-def _steps(ranks: list[dict[str, Any]]) -> list[tuple[float, float]]:
+def _steps(ranks: list[dict[str, Any]] | None) -> list[tuple[float, float]]:
     """Loss over all ranks, and the gradient's norm, which all tell alike."""
+    if not ranks:
+        pytest.skip("deepspeed is not installed")
     assert not [rank["error"] for rank in ranks if "error" in rank]
     assert all(rank["steps"][i][1] == ranks[0]["steps"][i][1] for rank in ranks for i in range(3))
     return [(sum(rank["steps"][i][0] for rank in ranks), ranks[0]["steps"][i][1]) for i in range(3)]
@@ -137,10 +154,11 @@ def _steps(ranks: list[dict[str, Any]]) -> list[tuple[float, float]]:
 def test_three_steps_are_those_of_one_float64_process(
     name: str, trained: Mapping[str, Any], reference: Callable[[str], Any]
 ) -> None:
-    task, ranks = FLOAT32[name], trained[name]
+    task, ranks = FLOAT32[name], trained.get(name)
+    steps = _steps(ranks)
     assert len(ranks) == task["dp"] * task.get("tp", 1) * task.get("pp", 1)
     expected, model = reference(task.get("model", "llama"))
-    for (loss, norm), (own_loss, own_norm) in zip(_steps(ranks), expected, strict=True):
+    for (loss, norm), (own_loss, own_norm) in zip(steps, expected, strict=True):
         assert loss == pytest.approx(own_loss, abs=2e-6)
         assert norm == pytest.approx(own_norm, rel=1e-5)
     weights = load_file(ranks[0]["folder"] / "whole" / "model.safetensors")
@@ -151,6 +169,8 @@ def test_three_steps_are_those_of_one_float64_process(
 
 @pytest.mark.parametrize("name", [name for name, task in FLOAT32.items() if task.get("pp", 1) == 1])
 def test_logprobs_are_those_of_the_weights_that_it_tells(name: str, trained: Mapping[str, Any]) -> None:
+    if name not in trained:
+        pytest.skip("deepspeed is not installed")
     rows, folder = rows_of(3), trained[name][0]["folder"] / "whole"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     told = torch.tensor(trained[name][-1]["logprobs"], dtype=torch.float64)
@@ -176,7 +196,7 @@ def test_bf16_is_served_from_float32_masters(
     name: str, trained: Mapping[str, Any], reference: Callable[[str], Any]
 ) -> None:
     expected, model = reference("llama")
-    for (_, norm), (_, own_norm) in zip(_steps(trained[name]), expected, strict=True):
+    for (_, norm), (_, own_norm) in zip(_steps(trained.get(name)), expected, strict=True):
         assert norm == pytest.approx(own_norm, rel=0.05)
     folder = trained[name][0]["folder"] / "whole"
     weights, state = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")

@@ -6,6 +6,8 @@ rank R found is in `FOLDER/TASK's name/R.json`, rank 0's weights beside it.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import math
 import os
@@ -129,6 +131,8 @@ def run(task: Mapping[str, Any], out: Path, rank: int) -> int:
 
 def main() -> int:
     folder, worst = Path(sys.argv[1]), 0
+    if importlib.util.find_spec("deepspeed"):  # it takes seconds, once
+        importlib.import_module("rlmq.common.engines.deepspeed_trainer").loaded()
     for task in map(json.loads, sys.argv[2:]):
         out = folder / task["name"]
         out.mkdir()
