@@ -85,6 +85,21 @@ def test_offline_in_the_live_order_ends_with_the_live_weights(walked: dict[str, 
     assert not {"rollout-0.log", "reward-0.log"} & logs
 
 
+def test_recordings_are_mixed_by_weight_and_the_ratio_is_to_who_wrote_the_rows(
+    walked: dict[str, str], module_cli: Any
+) -> None:
+    lines = module_cli.metrics("mixed")
+    assert [line["samples"] for line in lines] == [32, 32]
+    [files] = [list((module_cli.newest_run("mixed") / "samples").glob("train-000001-*.parquet"))]
+    rows = [row for path in files for row in pq.read_table(path).to_pylist()]
+    sources = [row["source"] for row in rows]
+    assert (sources.count("r1"), sources.count("r2")) == (24, 8)
+    # the first model's probability over that of the policy that wrote the token, as the loss told its mean
+    assert {version for row in rows for version in row["policy_versions"]} - {0}
+    assert lines[0]["ratio"] != pytest.approx(1.0, abs=1e-3)
+    assert lines[0]["ratio_max"] > 1.01
+
+
 def test_the_report_has_pictures_and_samples(walked: dict[str, str], module_cli: Any) -> None:
     page = (module_cli.folder / "runs" / "report.html").read_text("utf-8")
     assert page.count("data:image/png;base64,") >= 4
