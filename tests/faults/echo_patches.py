@@ -51,7 +51,7 @@ def _give_points(words: Sequence[str]) -> None:
 
 def _specs(*args: Any) -> list[ProcessSpec]:
     """The product's processes, each started as this program."""
-    return [replace(spec, argv=(*_PROGRAM, *spec.argv[4:])) for spec in process_specs(*args)]
+    return [replace(spec, argv=(*_PROGRAM, *spec.argv[4:]), forked=False) for spec in process_specs(*args)]
 
 
 def _no_check(*_: Any) -> int:
