@@ -1,11 +1,11 @@
-"""PPO: a critic's values are the baseline of each token."""
+"""PPO in one script: a small random model learns to write lower-case letters. `python docs/tutorials/ppo.py`"""
 
 import rlmq
 from rlmq.algorithms import gae, kl_penalty
 
 MODEL, TASK = "../../recipes/tiny_model.py:folder", "../../recipes/tiny_task.py"
 
-run = rlmq.Run("ppo", seed=7)
+run = rlmq.Run("ppo", seed=7, deterministic=True)
 actor = run.actor(MODEL, lr=5e-3)
 critic = run.critic(MODEL, lr=1e-2)
 reference = run.reference(MODEL)
@@ -14,17 +14,13 @@ prompts = run.prompts(f"{TASK}:train", per_step=8, max_tokens=32, samples=4)
 
 
 def loop() -> None:
-    """One step after the other; handles only, the rows stay where they are."""
+    """The control loop: handles only, the rows stay where they are."""
     for _ in run.steps(20):
         batch = actor.generate(prompts.next(), max_tokens=16)
-        scored = batch.join(
-            reward.score(batch),
-            reference.logprobs(batch),
-            critic.compute_values(batch),
-        )
+        scored = batch.join(reward.score(batch), critic.compute_values(batch), reference.logprobs(batch))
         ready = scored.map(kl_penalty(coef=0.01)).map(gae(gamma=1.0, lam=0.95))
-        critic_loss = critic.update(ready, loss="value")
-        actor_loss = actor.update(ready, loss="ppo")
+        critic_loss = critic.update(ready, loss="value", epochs=2)
+        actor_loss = actor.update(ready, loss="ppo", clip=0.2, epochs=2)
         run.log(critic_loss.wait() | actor_loss.wait())
         actor.publish()
 

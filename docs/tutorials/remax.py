@@ -13,15 +13,12 @@ prompts = run.prompts(f"{TASK}:train", per_step=8, max_tokens=32, samples=4)
 
 
 def loop() -> None:
-    """One step after the other; handles only, the rows stay where they are."""
+    """The control loop: handles only, the rows stay where they are."""
     for _ in run.steps(20):
         batch = actor.generate(prompts.next(), max_tokens=16)
-        scored = batch.join(
-            reward.score(batch),
-            reference.logprobs(batch),
-        )
+        scored = batch.join(reward.score(batch), reference.logprobs(batch))
         ready = scored.map(kl_penalty(coef=0.01))
-        actor_loss = actor.update(ready, loss="remax")
+        actor_loss = actor.update(ready, loss="remax", clip=0.2, epochs=2)
         run.log(actor_loss.wait())
         actor.publish()
 

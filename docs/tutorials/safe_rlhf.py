@@ -15,18 +15,13 @@ prompts = run.prompts(f"{TASK}:train", per_step=8, max_tokens=32, samples=4)
 
 
 def loop() -> None:
-    """One step after the other; handles only, the rows stay where they are."""
+    """The control loop: handles only, the rows stay where they are."""
     for _ in run.steps(20):
         batch = actor.generate(prompts.next(), max_tokens=16)
-        scored = batch.join(
-            reward.score(batch),
-            cost.score(batch),
-            reference.logprobs(batch),
-            critic.compute_values(batch),
-        )
-        ready = scored.map(kl_penalty(coef=0.01)).map(gae(gamma=1.0, lam=0.95))
-        critic_loss = critic.update(ready, loss="value")
-        actor_loss = actor.update(ready, loss="safe_rlhf")
+        scored = batch.join(reward.score(batch), critic.compute_values(batch), reference.logprobs(batch))
+        ready = scored.join(cost.score(batch)).map(kl_penalty(coef=0.01)).map(gae(gamma=1.0, lam=0.95))
+        critic_loss = critic.update(ready, loss="value", epochs=2)
+        actor_loss = actor.update(ready, loss="safe_rlhf", clip=0.2, epochs=2)
         run.log(critic_loss.wait() | actor_loss.wait())
         actor.publish()
 

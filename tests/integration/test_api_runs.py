@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+PPO = RECIPES.parent / "docs" / "tutorials" / "ppo.py"
 LATE = """
 import rlmq
 
@@ -48,7 +49,7 @@ def test_each_loop_runs(cli: Any, name: str) -> None:
 @pytest.mark.timeout(500)
 def test_ppo_goes_on_after_its_controller_was_killed(cli: Any) -> None:
     # given a run whose controller, and everything with it, is killed within the second step
-    up = cli.start("up", RECIPES / "ppo.py", "train.steps=3")
+    up = cli.start("up", PPO, "train.steps=3")
 
     def one_step() -> bool:
         return any((cli.folder / "runs").glob("ppo-*/metrics.jsonl")) and len(cli.metrics("ppo")) >= 1
@@ -60,7 +61,7 @@ def test_ppo_goes_on_after_its_controller_was_killed(cli: Any) -> None:
     up.wait(20)
     cli.wait_until(lambda: not cli.processes(), "all are gone", 30)
     # when
-    done = cli.run("up", RECIPES / "ppo.py", "train.steps=3", timeout_s=250)
+    done = cli.run("up", PPO, "train.steps=3", timeout_s=250)
     # then
     assert done.code == 0, done.text
     assert {line["step"] for line in cli.metrics("ppo")} == {1, 2, 3}

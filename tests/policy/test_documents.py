@@ -90,7 +90,7 @@ def test_keys_that_the_page_for_newcomers_names_exist() -> None:
 
 
 def test_the_readme_prints_the_script_that_is_there() -> None:
-    script = (ROOT / "recipes" / "ppo.py").read_text("utf-8")
+    script = (ROOT / "docs" / "tutorials" / "ppo.py").read_text("utf-8")
     printed = re.search(r"^```python\n(import rlmq\n.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.M | re.S)
 
     without_docstrings = re.sub(r'^ *""".*?"""\n+', "", script, flags=re.M | re.S)

@@ -18,6 +18,7 @@ from rlmq.handles import Actor, Prompts
 from rlmq.run import Run
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+PPO = RECIPES.parent / "docs" / "tutorials" / "ppo.py"
 
 
 def declared() -> tuple[Run, Actor, Prompts]:
@@ -27,7 +28,7 @@ def declared() -> tuple[Run, Actor, Prompts]:
 
 def test_the_ppo_script_is_a_recipe() -> None:
     # when
-    loaded = load_recipe(RECIPES / "ppo.py", ["train.steps=2"])
+    loaded = load_recipe(PPO, ["train.steps=2"])
     # then declarations and what the loop tells its handles are settings, and overrides count last
     recipe = loaded.recipe
     block = recipe.algorithm
@@ -42,7 +43,7 @@ def test_the_ppo_script_is_a_recipe() -> None:
 def test_an_edit_of_the_script_changes_the_hash_of_the_handshake(tmp_path: Path) -> None:
     # given
     script = tmp_path / "mine.py"
-    script.write_text((RECIPES / "ppo.py").read_text())
+    script.write_text((PPO).read_text())
     recipe = load_recipe(script).recipe
     before = code_hash(recipe, tmp_path)
     # when
@@ -52,7 +53,7 @@ def test_an_edit_of_the_script_changes_the_hash_of_the_handshake(tmp_path: Path)
 
 
 def test_ppo_is_26_lines() -> None:
-    tree = ast.parse((RECIPES / "ppo.py").read_text())
+    tree = ast.parse((PPO).read_text())
     lines = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr)}
     assert len(lines) <= 26
 
