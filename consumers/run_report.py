@@ -71,7 +71,7 @@ def write_report(groups: Mapping[str, Sequence[RunFolder]]) -> str:
     parts = [
         ("Runs", _table(["run", "group", "exit", "steps", "reward, last step", "seconds"], _summaries(groups))),
         ("Curves", _picture(lambda plt: _curves(plt, groups))),
-        ("Response lengths", _picture(lambda plt: _lengths(plt, runs))),
+        ("Rows", _picture(lambda plt: _rows_drawn(plt, runs))),
     ]
     for run in runs[:_SHOWN]:
         parts.append((f"What each process did: {run.run_id}", _picture(partial(gantt, run=run))))
@@ -126,34 +126,40 @@ def _curves(plt: Any, groups: Mapping[str, Sequence[RunFolder]]) -> Any:
             axis.plot(steps, means, color=f"C{index % 10}", label=group, marker="." if len(steps) < 20 else None)
             axis.fill_between(steps, low, high, color=f"C{index % 10}", alpha=0.18, linewidth=0)
         axis.set_title(title, loc="left", fontsize="medium")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.25)
     if len(groups) > 1:
         axes.flat[0].legend(fontsize="small")
     return figure
 
 
-def _lengths(plt: Any, runs: Sequence[RunFolder]) -> Any:
-    """Rows that were trained on beside those that ended otherwise: a bias shows."""
-    figure, axis = plt.subplots(figsize=(8, 2.8))
+def _rows_drawn(plt: Any, runs: Sequence[RunFolder]) -> Any:
+    """Lengths of rows that were trained on beside the others', and how old the trained ones were: a bias shows."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 2.8))
     for index, run in enumerate(runs[:_SHOWN]):
-        rows = _rows(run)
-        for trained, style in ((True, "-"), (False, ":")):
-            own = [len(r["response_ids"]) for r in rows if r["response_ids"] and _trained(r) == trained]
-            if own:
-                said = "trained on" if trained else "ended otherwise"
-                axis.hist(
-                    own,
-                    bins=30,
-                    density=True,
-                    histtype="step",
-                    linestyle=style,
-                    color=f"C{index}",
-                    label=f"{run.run_id}: {said} ({len(own)})",
-                )
-    axis.set_xlabel("response tokens")
-    axis.set_ylabel("density")
-    axis.legend(fontsize="small")
+        rows = [row for row in _rows(run) if row["response_ids"]]
+        trained = [row for row in rows if _trained(row)]
+        others = [row for row in rows if not _trained(row)]
+        for some, said, style in ((trained, "trained on", "-"), (others, "ended otherwise", ":")):
+            if some:
+                label = f"{run.run_id}: {said} ({len(some)})"
+                how = {"histtype": "step", "linestyle": style, "color": f"C{index}", "label": label}
+                left.hist([len(row["response_ids"]) for row in some], bins=30, density=True, **how)
+        ages = [staleness(row) for row in trained if row.get("policy_versions")]
+        if ages:
+            right.hist(
+                ages, bins=[n - 0.5 for n in range(min(ages), max(ages) + 2)], histtype="step", color=f"C{index}"
+            )
+    for axis, title in ((left, "response tokens"), (right, "staleness of trained rows, versions")):
+        axis.set_title(title, loc="left", fontsize="medium")
+    left.legend(fontsize="small")
     return figure
+
+
+def staleness(row: Mapping[str, Any]) -> int:
+    """Versions between the weights of a trained row's oldest token and those that it trained."""
+    step, oldest = int(row.get("end_step") or row["step"]), int(min(row["policy_versions"]))
+    return step - 1 - oldest
 
 
 # -- what each process did -----------------------------------------------------------------------------------------
