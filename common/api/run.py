@@ -293,6 +293,16 @@ class Run:
         self._done.add("checkpoint")
         self.steering.checkpoint(self._step)
 
+    def call(self, node: str, method: str, rows: Sequence[Any], *, sizes: Sequence[int] = ()) -> list[Any]:
+        """Call a registered method of a node that is a mesh of ranks (see `register`) on plain values.
+
+        Returns:
+            What its transfer protocol collects: a result per row in their order, or one per collected rank. []
+            while the script's settings are read off, before there is a run.
+        """
+        values = self.steering.call(node, method, {"rows": list(rows), "sizes": list(sizes)})
+        return next((one["results"] for one in values if "results" in one), [])
+
     def log(self, figures: Mapping[str, Any]) -> None:
         """Add figures to the step's line of `metrics.jsonl`."""
         self.steering.note({key: value for key, value in figures.items() if not isinstance(value, dict)})

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rlmq
 from rlmq.common.errors import UsageError
 from rlmq.common.layouts.layout import MeshShape
 from rlmq.common.transfer import PROTOCOLS, Mesh, RankedCall, Transfer, register, shares, transfer_of
@@ -84,60 +77,3 @@ def test_a_protocol_whose_collect_loses_rows_is_refused_with_the_numbers() -> No
         register(transfer="4d")
     with pytest.raises(UsageError, match="no transfer protocol"):
         transfer_of(len)
-
-
-class Scorer:
-    """A worker as a user writes one: its methods see the rows of their own rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    @rlmq.register(transfer="3d")
-    def score(self, rows: list[str], micro_batches: int) -> list[str]:
-        return [f"{row} by {self.rank}" for row in rows]
-
-    @rlmq.register(
-        transfer=rlmq.Transfer(
-            "odd_even",
-            lambda rows, _, mesh: [
-                list(range(rank, rows, mesh.training.size)) for rank in range(mesh.training.size)
-            ],
-            lambda mesh: range(mesh.training.size),
-        )
-    )
-    def turned(self, rows: list[str], micro_batches: int) -> list[str]:
-        return [row[::-1] for row in rows]
-
-
-def test_a_call_of_a_registered_method_over_processes(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
-        for rank in range(4)
-    ]
-    rows = ["ab", "cd", "ef"]
-    told = json.dumps(rows)
-    results: dict[str, list[Any]] = {"score": [], "turned": []}
-    for process in ranks:
-        out, _ = process.communicate(told, timeout=60)
-        for name, result in json.loads(out).items():
-            results[name].append(result)
-
-    for name, expected in (("score", ["ab by 1", "cd by 1", "ef by 3"]), ("turned", ["ba", "dc", "fe"])):
-        assert call_of(name, rows).collected(results[name]) == expected
-
-
-def call_of(name: str, rows: list[str]) -> RankedCall:
-    mesh = MeshShape(pp=2, dp=2) if name == "score" else MeshShape(dp=4)
-    return RankedCall(transfer_of(getattr(Scorer, name)), Mesh(mesh), rows)
-
-
-if __name__ == "__main__":
-    own = int(sys.argv[1])
-    sent = json.loads(sys.stdin.read())
-    worker = Scorer(own)
-    print(
-        json.dumps({name: call_of(name, sent).on_rank(getattr(worker, name), own) for name in ("score", "turned")})
-    )

@@ -72,6 +72,15 @@ def carried() -> dict[str, int]:
     }
 
 
+def dealt_round(rows: int, _sizes: Sequence[int], mesh: Any) -> list[list[int]]:
+    size = mesh.training.size
+    return [list(range(rank, rows, size)) for rank in range(size)]
+
+
+ROUND = rlmq.Transfer("round", dealt_round, lambda mesh: range(mesh.training.size))
+"""A protocol of the user's own."""
+
+
 class Maker:
     """Each tensor rank makes its part of every tensor: rows of it."""
 
@@ -121,9 +130,9 @@ class Taker:
             found += [{"total": float(total), "by": self.mesh.rank} for total, _ in zip(sums, own, strict=False)]
         return found
 
-    @rlmq.register(transfer="one_to_all")
-    def who(self, rows: list[int], micro_batches: int) -> list[int]:
-        return [self.mesh.rank, *rows]
+    @rlmq.register(transfer=ROUND)
+    def who(self, rows: list[int], micro_batches: int) -> list[list[int]]:
+        return [[row, self.mesh.rank] for row in rows]
 
 
 def loop(run: Any) -> None:
@@ -133,4 +142,4 @@ def loop(run: Any) -> None:
         run.wait_batch(step)
         run.train(step)
         run.publish(step)
-        told("who", step=step, answers=run.call("taker", "who", {"rows": [step]}))
+        told("who", step=step, answers=run.call("taker", "who", {"rows": list(range(5 + step))}))

@@ -15,6 +15,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from integration.mesh_module import COLUMNS, ROWS, rows_of
+from pydantic import ValidationError
+
+from rlmq.common.errors import UsageError
+from rlmq.common.flow import sample_flow
+from rlmq.common.flow_nodes import with_nodes
+from rlmq.common.recipe.node_block import NodeBlock
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -76,9 +82,9 @@ def test_tensors_move_from_four_tensor_ranks_to_two_replicas_of_two_past_control
     taken = lines(tmp_path / "taken.jsonl")
     assert [one["rows"] for one in taken[:4]] == [3, 3, 3, 3]
     assert {one["micro_batches"] for one in taken[:4]} == {2}
-    # and the loop's own call reached every rank, whose results came back in their order
+    # and the loop's own call, by a protocol of the user's own, came back in the order of its rows
     for one in lines(tmp_path / "who.jsonl"):
-        assert {"results": [[rank, one["step"]] for rank in range(4)]} in one["answers"]
+        assert {"results": [[row, row % 4] for row in range(5 + one["step"])]} in one["answers"]
     # and tensors 1024 times as large made Redis and the controller carry no more
     carried = {one["step"]: one for one in reversed(lines(tmp_path / "carried.jsonl"))}  # the first of each step
     step = {n: {k: carried[n + 1][k] - carried[n][k] for k in ("redis", "controller", "lo")} for n in (1, 2)}
@@ -95,15 +101,16 @@ def test_tensors_move_from_four_tensor_ranks_to_two_replicas_of_two_past_control
     assert "node.tensors_lost" in log
 
 
-def test_what_a_mesh_cannot_be_is_refused_with_the_numbers(cli: Any, tmp_path: Path) -> None:
-    path = recipe(cli, tmp_path, NODES)
-    good = path.read_text()
-    for before, after, message in (
-        ("workers: 4, tp: 4", "workers: 4, tp: 3", "a multiple of pp · tp = 3, not 4"),
-        ("method: judged, ", "", "method with pp, tp, cuts"),
-        (", method: judged, reads: [hidden, sample_id, step]", ", reads: [hidden]", "method with pp, tp, cuts"),
+def test_what_a_mesh_cannot_be_is_refused_with_the_numbers() -> None:
+    good = {"name": "m", "function": "m.py:M", "method": "f", "writes": {"t": "tensor"}, "workers": 4, "tp": 2}
+    assert str(NodeBlock.model_validate(good).mesh) == "1-2-2"
+    for change, message in (
+        ({"tp": 3}, "a multiple of pp · tp = 3, not 4"),
+        ({"method": None}, "method with pp, tp, cuts or a column of type tensor"),
+        ({"model": "x"}, "function file.py:Class, and no model, with method"),
     ):
-        path.write_text(good.replace(before, after))
-        done = cli.run("check", path)
-        assert done.code == 2, done.text
-        assert message in done.err, done.err
+        with pytest.raises(ValidationError, match=message):
+            NodeBlock.model_validate(good | change)
+    reader = NodeBlock(name="r", function="m.py:f", reads=("t",), writes={"x": "int"})
+    with pytest.raises(UsageError, match="node r: got tensor column t, expected `method`"):
+        with_nodes(sample_flow(["a"]), [NodeBlock.model_validate(good), reader])
