@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rlmq.buffer.batch_log import Update
+from rlmq.buffer.batch_log import BatchEntry, Update
 from rlmq.buffer.file_batch_log import FileBatchLog
 from rlmq.buffer.response_scoring import ResponseScoring
 from rlmq.buffer.store import ExperienceStore, Facts
@@ -64,11 +64,9 @@ class LoggedTrainer(Trainer[Engine]):
 
     def _newest(self) -> int:
         """The last logged step that stays: later ones lost rows, and the actor takes them back."""
-        last = max(FileCheckpoints(self._context.run.checkpoints).steps(), default=0)
-        for entry in FileBatchLog(self._context.run.batch_log).entries(last):
-            if not self._log.held(entry):
-                break
-            last = entry.step
+        run = self._context.run
+        checkpoints, log = FileCheckpoints(run.checkpoints), FileBatchLog(run.batch_log)
+        last = last_kept(lambda: max(checkpoints.steps(), default=0), log.entries, self._log.held)
         self._logged = int(self._mesh.broadcast(str(last).encode()))
         return self._logged
 
@@ -159,3 +157,23 @@ class LoggedTrainer(Trainer[Engine]):
         if redo:
             raise IntegrityError(f"batch log {self._context.run.batch_log}", got=f"no entry of step {step}")
         return None
+
+
+def last_kept(
+    durable: Callable[[], int],
+    entries: Callable[[int], Iterator[BatchEntry]],
+    held: Callable[[BatchEntry], bool],
+) -> int:
+    """The last step that the actor has a checkpoint of, or whose rows and those of all since are held.
+
+    While this looks, the actor may commit a checkpoint and let go of rows: those are not lost. It lets go after the
+    commit, so that a second look at the checkpoints tells the two apart.
+    """
+    last = -1
+    while (newest := durable()) > last:
+        last = newest
+        for entry in entries(last):
+            if not held(entry):
+                break
+            last = entry.step
+    return last
