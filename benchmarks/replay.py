@@ -83,7 +83,8 @@ def _killed(folder: Path, options: Sequence[str], steps: int) -> Path:
     """The actor is killed, then everything; the same command goes on."""
     words = [sys.executable, "-m", "rlmq.cli", "up", str(_RECIPE), "run.name=cut", *options]
     run_folder = folder / "cut-1"
-    process = subprocess.Popen(words, cwd=_ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with (folder / "cut.log").open("w") as log:
+        process = subprocess.Popen(words, cwd=_ROOT, stdout=log, stderr=log)
     _await(run_folder, steps // 4, process)
     _kill(run_folder, {"actor-0"})
     _await(run_folder, steps // 2, process)
@@ -98,7 +99,8 @@ def _await(run_folder: Path, step: int, process: subprocess.Popen[bytes]) -> Non
     deadline = time.monotonic() + _TIMEOUT_S
     while max((line["step"] for line in _metrics(run_folder)), default=0) < step:
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"{run_folder.name} ended, or came to no step {step}")
+            said = (run_folder.parent / "cut.log").read_text()[-2000:]
+            raise RuntimeError(f"{run_folder.name} ended, or came to no step {step}\n{said}")
         time.sleep(0.05)
 
 

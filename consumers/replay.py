@@ -7,6 +7,7 @@ by another method.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,25 @@ class _NoServer:
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which rank of the trainer mesh this process is, and the folder in which the ranks of a replay meet."""
+
+    rank: int = 0
+    folder: Path = Path()
+
+    def note(self, name: str, value: Mapping[str, Any]) -> None:
+        """Leave a note for the other ranks; see `rlmq.common.calls.Calls`."""
+        partial = self.folder / f".{name}"
+        partial.write_text(json.dumps(value))
+        partial.replace(self.folder / name)
+
+    def noted(self, name: str) -> dict[str, Any] | None:
+        """The note of this name, if there is one."""
+        path = self.folder / name
+        return json.loads(path.read_text()) if path.is_file() else None
+
+
 class RecordedRows:
     """Rows of a recording by their ids."""
 
@@ -82,6 +102,7 @@ class Replay(ActorRole):
     Args:
         after: begin at the newest checkpoint up to this step.
         keeps_gradients: the gradient of the newest step is kept, in `gradient`.
+        seat: where the run's actor has several ranks: which this is. Each makes the same steps.
     """
 
     def __init__(
@@ -90,9 +111,11 @@ class Replay(ActorRole):
         self._after, self._recorded = after, rows
         self._keeps_gradients = bool(more.get("keeps_gradients"))
         self.gradient: list[torch.Tensor] = []
-        super().__init__(_context(recipe, folder, run), cast("ExperienceStore", _NoServer()))
+        context = _context(recipe, folder, run, more.get("seat", Seat()))
+        super().__init__(context, cast("ExperienceStore", _NoServer()))
         self._fingerprints = Fingerprints(None)
-        self._engine.watch = self._watched  # type: ignore[attr-defined]  # engines of others have none
+        if context.rank == 0:
+            self._engine.watch = self._watched  # type: ignore[attr-defined]  # engines of others have none
 
     @property
     def trained(self) -> int:
@@ -111,9 +134,13 @@ class Replay(ActorRole):
             UsageError: the batch log has no such step. IntegrityError: the recording lacks a row of it.
         """
         self.gradient = []
-        self._advance(step, redo=True)
+        self.follow(step)
         assert self._fingerprints.last is not None
         return self._fingerprints.last
+
+    def follow(self, step: int) -> None:
+        """Take part in the step, as another rank than the first."""
+        self._advance(step, redo=True)
 
     def admitted(self, step: int) -> list[int]:
         """The steps in which the rows of this one were admitted."""
@@ -246,23 +273,16 @@ def _steps(ids: Sequence[str]) -> set[int] | None:
     return None
 
 
-def _context(recipe: Recipe, folder: Path, run: RunFolder) -> WorkerContext:
-    if recipe.placement.actor.workers > 1:
-        raise UsageError(
-            "placement.actor.workers",
-            got=recipe.placement.actor.workers,
-            expected="1: several ranks are not replayed",
-            remedy="Train on the recording with as many ranks: rlmq train-offline --order steps",
-        )
+def _context(recipe: Recipe, folder: Path, run: RunFolder, seat: Seat) -> WorkerContext:
     return WorkerContext(
         recipe=recipe,
         recipe_folder=folder,
         run=run,
         role="actor",
-        rank=0,
-        world_size=1,
+        rank=seat.rank,
+        world_size=recipe.placement.actor.workers,
         incarnation=0,
-        calls=cast("Calls", None),  # one rank meets nobody
+        calls=cast("Calls", seat),  # all that ranks ask of them is notes, by which they meet
         log=configure("replay", 0, level="warning"),
         activity=lambda _: None,
         progress=lambda: None,

@@ -170,6 +170,8 @@ def replay(
         int | None, typer.Option("--max-staleness", min=0, help="Leave rows out that are older, in versions.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per step.")] = False,
+    rank: Annotated[int, typer.Option("--rank", hidden=True)] = 0,
+    meet: Annotated[Path | None, typer.Option("--meet", hidden=True)] = None,
     folder: RunsFolder = _RUNS,
 ) -> int:
     """Make steps of a run again from its checkpoints, batch log and recording, and compare them with the run.
@@ -187,6 +189,8 @@ def replay(
         reward=reward,
         max_staleness=max_staleness,
         as_json=as_json,
+        rank=rank,
+        meet=meet,
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from rlmq.controller.runs import find_run
 
 if TYPE_CHECKING:
     from rlmq.consumers.fingerprints import StepPrint
-    from rlmq.consumers.replay import Replay
+    from rlmq.consumers.replay import Replay, Seat
 
 _SHOWN = ("loss", "grad_norm", "reward_mean", "samples", "trained_tokens")
 
@@ -76,19 +78,25 @@ def replay_command(
     reward: str | None,
     max_staleness: int | None,
     as_json: bool,
+    rank: int,
+    meet: Path | None,
 ) -> int:
-    """`rlmq replay`."""
+    """`rlmq replay`; `rank` and `meet` are told to the further ranks of a replay that it starts."""
     run, overrides = run_and_overrides(words, folder)
     if loss is not None:
         overrides.append(f"algorithm.loss={loss}" if ":" in loss else f"algorithm.name={loss}")
     loaded = recipe_of(run)
     _begin_torch(loaded.recipe)
+    if rank > 0:
+        return _follow(run, loaded, step, rank, meet or Path())
     _tell_of_code(run, loaded)
     if not overrides and reward is None and max_staleness is None:
         return _replay(run, loaded, step, as_json=as_json)
     if step is None:
         raise UsageError("--step", got="none", expected="the step that another method is compared at")
     other = recipe_of(run, overrides)
+    if loaded.recipe.placement.actor.workers > 1:
+        raise UsageError("rlmq replay", got="an actor of several ranks", expected="one, to compare methods")
     return _compare(run, loaded, other, step, reward, max_staleness, as_json=as_json)
 
 
@@ -114,16 +122,57 @@ def _begin_torch(recipe: Recipe) -> None:
 def _tell_of_code(run: RunFolder, loaded: LoadedRecipe) -> None:
     before = json.loads(run.source.read_text()).get("code")
     if before != code_hash(loaded.recipe, loaded.folder):
-        print(f"note: files that the recipe names have changed since the run ({loaded.folder})")
+        changed = f"files that the recipe names have changed since the run ({loaded.folder})"
+        print(f"note: {changed}", file=sys.stderr)
 
 
 def _replay(run: RunFolder, loaded: LoadedRecipe, step: int | None, *, as_json: bool) -> int:
-    from rlmq.consumers.fingerprints import read_fingerprints
     from rlmq.consumers.replay import RecordedRows, Replay
 
+    with _other_ranks(run, loaded.recipe, step) as seat:
+        after, last = _span(run, step)
+        replay = Replay(loaded.recipe, loaded.folder, run, RecordedRows(run), after, seat=seat)
+        return _replayed(run, loaded, replay, last, as_json=as_json)
+
+
+def _span(run: RunFolder, step: int | None) -> tuple[int, int]:
+    """The step after which a replay begins, or a checkpoint before that; and its last step."""
+    return (0, _last_step(run)) if step is None else (step - 1, step)
+
+
+def _follow(run: RunFolder, loaded: LoadedRecipe, step: int | None, rank: int, meet: Path) -> int:
+    """Another rank than the first: it says nothing."""
+    from rlmq.consumers.replay import RecordedRows, Replay, Seat
+
+    after, last = _span(run, step)
+    replay = Replay(loaded.recipe, loaded.folder, run, RecordedRows(run), after, seat=Seat(rank, meet))
+    for number in range(replay.trained + 1, last + 1):
+        replay.follow(number)
+    return 0
+
+
+@contextmanager
+def _other_ranks(run: RunFolder, recipe: Recipe, step: int | None) -> Iterator[Seat]:
+    """Processes for the ranks after the first, while the first replays."""
+    from rlmq.consumers.replay import Seat
+
+    with tempfile.TemporaryDirectory(prefix="rlmq-ranks-") as place:
+        words = [sys.executable, "-P", "-m", "rlmq.cli", "replay", str(run.path.absolute()), "--meet", place]
+        words += ["--step", str(step)] if step is not None else []
+        ranks = range(1, recipe.placement.actor.workers)
+        others = [subprocess.Popen([*words, "--rank", str(rank)]) for rank in ranks]
+        try:
+            yield Seat(0, Path(place))
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+
+
+def _replayed(run: RunFolder, loaded: LoadedRecipe, replay: Replay, last: int, *, as_json: bool) -> int:
+    from rlmq.consumers.fingerprints import read_fingerprints
+
     recorded = read_fingerprints(run.fingerprints)
-    last = step or _last_step(run)
-    replay = Replay(loaded.recipe, loaded.folder, run, RecordedRows(run), 0 if step is None else last - 1)
     begin = replay.trained
     if not as_json:
         at = f"checkpoint {begin}" if begin else "the first model"
