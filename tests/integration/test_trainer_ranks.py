@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 from pathlib import Path
@@ -50,6 +51,14 @@ def undisturbed(module_cli: Any) -> str:
     done = module_cli.run("up", module_cli.tiny, *TWO_RANKS, "run.name=calm", timeout_s=280)
     assert done.code == 0, done.text
     return weights(module_cli.newest_run("calm"))
+
+
+def test_a_replay_has_as_many_ranks_and_is_the_run_to_the_bit(module_cli: Any, undisturbed: str) -> None:
+    assert undisturbed
+    done = module_cli.run("replay", "calm", "--json")
+    assert done.code == 0, done.text
+    lines = [json.loads(line) for line in done.out.splitlines()]
+    assert [(line["step"], line["verdict"]) for line in lines] == [(step, "equal") for step in range(1, STEPS + 1)]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
