@@ -158,6 +158,8 @@ def _engine_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     try:
         if "actor" in roles:
             TRAINING.check(actor.strategy, actor.strategy_options, folder, deterministic=fixed)
+        if recipe.train.optimizer is not None:
+            load_function(recipe.train.optimizer, folder, subject="train.optimizer")
         if recipe.train.lora.r is not None:
             require_installed("train.lora", LORA)
     except RlmqError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from rlmq.common.dtypes import manifest_of
 from rlmq.common.engines.adapters import Adapters, short
 from rlmq.common.engines.fully_sharded import like, shard_fully, whole, whole_by_name
 from rlmq.common.engines.learning_rate import learning_rate
+from rlmq.common.engines.own_optimizer import Build, built, load_named_state, named_state, own_optimizer
 from rlmq.common.engines.shared_prompts import Places, places_of, sharing_cost
 from rlmq.common.engines.token_logprobs import token_logprobs
 from rlmq.common.engines.training import (
@@ -51,11 +52,14 @@ class TorchEngine:
             every pass are made by all ranks at once.
         adapters: of the model, which are trained instead of its own weights. The state has them as `master.NAME`:
             what is served is the sum.
+        build: makes another optimizer than AdamW; its state is all that it keeps.
 
     Attributes:
         watch: is shown this rank's gradients as they are when the optimizer gets them, and its weights after that.
     """
 
+    _own = False
+    _rates: Sequence[float] = (1.0,)
     watch: Callable[[Literal["gradient", "weights"], Iterator[tuple[str, torch.Tensor]]], None] | None = None
 
     def __init__(
@@ -67,6 +71,7 @@ class TorchEngine:
         group: ProcessGroup | None = None,
         sharded: bool = False,
         adapters: Adapters | None = None,
+        build: Build | None = None,
     ) -> None:
         self.model = model
         self.adapters = adapters
@@ -83,14 +88,11 @@ class TorchEngine:
             assert group is not None
             shard_fully(model, group, low_precision=block.dtype == "bfloat16")
         self._names, self._weights, self._masters = self._split_masters()
-        self._optimizer = torch.optim.AdamW(
-            self._masters,
-            lr=block.lr,
-            betas=block.betas,
-            eps=block.adam_epsilon,
-            weight_decay=block.weight_decay,
-            fused=True,
+        self._own = build is not None
+        self._optimizer: torch.optim.Optimizer = (
+            built(build, self._names, self._masters, block) if build is not None else _adamw(self._masters, block)
         )
+        self._rates = [group["lr"] / block.lr if block.lr else 1.0 for group in self._optimizer.param_groups]
         model.eval()
         if adapters is None:
             model.requires_grad_(True)
@@ -236,8 +238,8 @@ class TorchEngine:
         if self.watch is not None:
             self.watch("gradient", zip(self._names, gradients, strict=True))
         lr = learning_rate(self._updates / (self._block.mini_batches * self._block.epochs), self._block)
-        for parameters in self._optimizer.param_groups:
-            parameters["lr"] = lr
+        for parameters, share in zip(self._optimizer.param_groups, self._rates, strict=True):
+            parameters["lr"] = lr * share
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._updates += 1
@@ -278,9 +280,11 @@ class TorchEngine:
     def state(self) -> dict[str, torch.Tensor]:
         """Optimizer state by name: `exp_avg.NAME`, `exp_avg_sq.NAME`, `step`, and in bf16 `master.NAME`."""
         named = {"step": torch.tensor(self._updates, dtype=torch.int64)}
+        if self._own:
+            named |= named_state(self._optimizer, self._names, self._masters)
         for name, master in zip(self._names, self._masters, strict=True):
             own = self._optimizer.state.get(master, {})
-            for moment in ("exp_avg", "exp_avg_sq"):
+            for moment in () if self._own else ("exp_avg", "exp_avg_sq"):
                 named[f"{moment}.{name}"] = whole(own[moment] if moment in own else torch.zeros_like(master))
             # What is served has lost their last bits, or has adapters in a sum.
             if self._served is not None or self._low_precision or self.adapters is not None:
@@ -294,17 +298,33 @@ class TorchEngine:
         Raises:
             IntegrityError: names or shapes are those of another model or dtype; nothing was changed.
         """
-        require_same_tensors(self.state(), state)
+        if self._own:
+            kept = {name: one for name, one in state.items() if name != "step" and not name.startswith("master.")}
+            load_named_state(self._optimizer, self._names, self._masters, kept)
+        else:
+            require_same_tensors(self.state(), state)
         self._updates = int(state["step"])
         for name, master in zip(self._names, self._masters, strict=True):
-            self._optimizer.state[master] = {
-                "step": torch.tensor(float(self._updates)),
-                "exp_avg": like(master, state[f"exp_avg.{name}"]),
-                "exp_avg_sq": like(master, state[f"exp_avg_sq.{name}"]),
-            }
+            if not self._own:
+                self._optimizer.state[master] = {
+                    "step": torch.tensor(float(self._updates)),
+                    "exp_avg": like(master, state[f"exp_avg.{name}"]),
+                    "exp_avg_sq": like(master, state[f"exp_avg_sq.{name}"]),
+                }
             if f"master.{name}" in state:
                 master.copy_(like(master, state[f"master.{name}"]))
         self._serve_masters()
+
+
+def _adamw(masters: list[nn.Parameter], block: TrainBlock) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        masters,
+        lr=block.lr,
+        betas=block.betas,
+        eps=block.adam_epsilon,
+        weight_decay=block.weight_decay,
+        fused=True,
+    )
 
 
 def make_engine(settings: TrainingSettings, *, sharded: bool = False) -> TorchEngine:
@@ -317,6 +337,7 @@ def make_engine(settings: TrainingSettings, *, sharded: bool = False) -> TorchEn
         group=settings.group,
         sharded=sharded,
         adapters=Adapters(model, lora, settings.seed) if lora.r is not None else None,
+        build=own_optimizer(settings.block.optimizer, settings.folder),
     )
 
 

@@ -24,7 +24,7 @@ from rlmq.common.script import recipe_of_script
 from rlmq.common.user_code import find_beside, is_file_spec, is_spec, source_hash
 
 MOST_BYTES = 1 << 20
-_CODE = ("function", "model", "role", "environment", "advantage", "loss", "loop")
+_CODE = ("function", "model", "role", "environment", "advantage", "loss", "loop", "optimizer", "strategy")
 """Keys of blocks whose values may name a file."""
 # Names under which readers of verl's texts know a key, and the canonical ones.
 ALIASES = {"dataflow.min_batch_for_reward": "stages.reward.min_batch"}
@@ -270,8 +270,9 @@ def _map_sources(recipe: Recipe, place: Callable[[str, str], str]) -> dict[str, 
     for i, loss in enumerate(values["losses"]):
         loss["data"] = place(loss["data"], f"losses.{i}.data")
         _place_code(loss["algorithm"], f"losses.{i}.algorithm", place)
-    for block in ("rollout", "algorithm"):
+    for block in ("rollout", "algorithm", "train"):
         _place_code(values[block], block, place)
+    _place_code(values["placement"]["actor"], "placement.actor", place)
     for i, block in enumerate(values["reward"]):
         _place_code(block, f"reward.{i}", place)
     if recipe.reward_controller is not None:

@@ -104,6 +104,11 @@ class TrainBlock(Block):
     lr_steps: PositiveInt | None = Field(default=None, description="Steps of the schedule; none: train.steps.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    optimizer: str | None = Field(
+        default=None,
+        description="file.py:function from the policy's trained parameters by name and this block to a "
+        "torch.optim.Optimizer (strategy torch or fsdp); none: AdamW.",
+    )
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's betas.")
     adam_epsilon: PositiveFloat = Field(default=1.0e-8, description="AdamW's epsilon.")
     grad_clip: float = Field(default=1.0, ge=0, description="Greatest gradient norm; 0: none.")
@@ -331,6 +336,8 @@ class Recipe(Block):
             raise ValueError(
                 f"placement.actor.strategy torch with algorithm reward_model: {strategy} trains language models"
             )
+        if self.train.optimizer is not None and strategy not in ("torch", "fsdp"):
+            raise ValueError(f"placement.actor.strategy torch or fsdp with train.optimizer, not {strategy}")
         if self.train.lora.r is not None and (
             strategy not in ("torch", "fsdp") or self.algorithm.name == "reward_model"
         ):
