@@ -3,7 +3,7 @@
 ::
 
     PLACE/train-000012-0000.parquet               what one claim of the recorder's brought of a step
-    PLACE/train-000001-to-000040-0000.parquet     such files in one, once they have `record.segment_mb` together
+    PLACE/train-000001-to-000040-0000.parquet     such files in one: 256, or `record.segment_mb` of them
     PLACE/eval-000010.parquet                     a whole evaluation
     PLACE/_train.manifest.json                    the segments of a table: steps, rows, bytes, SHA-256
 
@@ -39,6 +39,7 @@ from rlmq.common.run_folder import RunFolder
 _NAME = re.compile(r"(?P<table>[a-z][a-z0-9_]*)-(?P<first>\d{6,})(?:-to-(?P<last>\d+))?(?:-\d+)?\.parquet")
 _MANIFEST = "manifest.json"
 _ROW_GROUP = 4096
+_MOST_FILES = 256
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -181,7 +182,7 @@ class RecordingWriter(Recording):
     """The one writer of a table's segments; another table may have another writer.
 
     Args:
-        segment_bytes: files of single claims become one segment when they have so many together.
+        segment_bytes: files of single claims become one segment when they have so many together, or are 256.
         mark: part of the names on a file system that cannot refuse to replace a file: of this process alone.
     """
 
@@ -238,7 +239,8 @@ class RecordingWriter(Recording):
     def _merge(self, table: str, segments: Sequence[Segment]) -> None:
         """Files of one step each become one segment, when there is enough of them. Named first, removed after."""
         small = [one for one in segments if one.first_step == one.last_step and one.bytes < self._segment_bytes]
-        if table == "eval" or len(small) < 2 or sum(one.bytes for one in small) < self._segment_bytes:
+        enough = len(small) >= _MOST_FILES or sum(one.bytes for one in small) >= self._segment_bytes
+        if table == "eval" or len(small) < 2 or not enough:
             return
         rows = _each_once(pa.concat_tables([self._parquet(one) for one in small], promote_options="default"))
         first, last = min(one.first_step for one in small), max(one.last_step for one in small)

@@ -16,7 +16,8 @@ class RecordBlock(Block):
         "folder of its name; none: the run's folder.",
     )
     segment_mb: PositiveInt = Field(
-        default=64, description="Files of single claims become one segment when they have so many MiB together."
+        default=64,
+        description="Files of single claims become one segment when they have so many MiB together, or are 256.",
     )
     fingerprints: bool = Field(
         default=True,
