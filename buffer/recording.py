@@ -39,7 +39,6 @@ from rlmq.common.run_folder import RunFolder
 _NAME = re.compile(r"(?P<table>[a-z][a-z0-9_]*)-(?P<first>\d{6,})(?:-to-(?P<last>\d+))?(?:-\d+)?\.parquet")
 _MANIFEST = "manifest.json"
 _ROW_GROUP = 4096
-_MOST_FILES = 256
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -182,7 +181,8 @@ class RecordingWriter(Recording):
     """The one writer of a table's segments; another table may have another writer.
 
     Args:
-        segment_bytes: files of single claims become one segment when they have so many together, or are 256.
+        segment_bytes: files of single claims become one segment when they have so many together.
+        most_files: or when they are so many.
         mark: part of the names on a file system that cannot refuse to replace a file: of this process alone.
     """
 
@@ -191,11 +191,12 @@ class RecordingWriter(Recording):
         place: str | Path,
         *,
         segment_bytes: int = 64 << 20,
+        most_files: int = 256,
         mark: str = "",
         filesystem: pafs.FileSystem | None = None,
     ) -> None:
         super().__init__(place, filesystem=filesystem)
-        self._segment_bytes = segment_bytes
+        self._segment_bytes, self._most_files = segment_bytes, most_files
         self._local = isinstance(self._fs, pafs.LocalFileSystem)
         self._mark = "" if self._local else mark
 
@@ -239,7 +240,7 @@ class RecordingWriter(Recording):
     def _merge(self, table: str, segments: Sequence[Segment]) -> None:
         """Files of one step each become one segment, when there is enough of them. Named first, removed after."""
         small = [one for one in segments if one.first_step == one.last_step and one.bytes < self._segment_bytes]
-        enough = len(small) >= _MOST_FILES or sum(one.bytes for one in small) >= self._segment_bytes
+        enough = len(small) >= self._most_files or sum(one.bytes for one in small) >= self._segment_bytes
         if table == "eval" or len(small) < 2 or not enough:
             return
         rows = _each_once(pa.concat_tables([self._parquet(one) for one in small], promote_options="default"))

@@ -71,14 +71,14 @@ def test_small_files_become_one_segment_of_the_asked_size(tmp_path: Path) -> Non
 
 
 def test_many_small_files_become_one_segment(tmp_path: Path) -> None:
-    writer = RecordingWriter(tmp_path)
-    for step in range(1, 258):
+    writer = RecordingWriter(tmp_path, most_files=8)
+    for step in range(1, 10):
         writer.add("train", step, rows(step, 1))
 
     names = [one.name for one in Recording(tmp_path).segments("train")]
 
-    assert names == ["train-000001-to-000256-0000.parquet", "train-000257-0000.parquet"]
-    assert Recording(tmp_path).read()["step"].to_pylist() == list(range(1, 258))
+    assert names == ["train-000001-to-000008-0000.parquet", "train-000009-0000.parquet"]
+    assert Recording(tmp_path).read()["step"].to_pylist() == list(range(1, 10))
 
 
 def test_a_row_that_was_written_twice_is_read_as_it_ended(tmp_path: Path) -> None:
