@@ -125,6 +125,19 @@ def test_recorded_rows_keep_their_tokens_and_masks(recording: Path) -> None:
     assert len(everything) == 7
 
 
+def test_the_best_of_n_is_one_response_a_group_by_reward(recording: Path) -> None:
+    rows = load_answered_rows("samples", recording, ONE, min_reward=None, best_of_group=True, subject="data.train")
+    every = load_answered_rows("samples", recording, ONE, min_reward=None, subject="data.train")
+    best: dict[str, float] = {}
+    for row in (one["response"] for one in every if one["response"]["reward"] is not None):
+        group = row["sample_id"].split("-")[0]
+        best[group] = max(best.get(group, -9.0), row["reward"])
+    assert {row["response"]["sample_id"].split("-")[0]: row["response"]["reward"] for row in rows} == best
+    assert len(rows) == len(best)
+    with pytest.raises(UsageError, match=r"the folder of a run's samples, since data\.best_of_group is given"):
+        load_answered_rows("t.jsonl", recording, ONE, min_reward=None, best_of_group=True, subject="data.train")
+
+
 def test_pairs_of_a_recording_are_the_best_and_the_worst_of_a_group(recording: Path) -> None:
     rows = load_answered_rows("samples", recording, PAIR, min_reward=None, subject="data.train")
     assert [(row["chosen"]["sample_id"], row["rejected"]["sample_id"]) for row in rows] == [("g1-1", "g1-0")]
