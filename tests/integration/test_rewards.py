@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 import rlmq
@@ -216,3 +220,48 @@ def test_a_reward_model_scores_the_text_with_its_own_tokenizer(
 def test_what_cannot_be_is_refused_by_name(folder: Path, item: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         rlmq.RewardClient([item], folder=folder)
+
+
+class Approving(http.server.BaseHTTPRequestHandler):
+    """A judge that gives 7 of 10."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        body = json.dumps({"choices": [{"message": {"content": "Score: 7"}}]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.mark.timeout(200)
+def test_a_judge_that_is_down_for_a_while_has_no_verdict_and_then_its_own(cli: Any) -> None:
+    # given a run with a judge beside a function, that nobody answers for
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    recipe = cli.folder / "judged.yaml"
+    text = cli.tiny.read_text().replace("tiny_", f"{cli.tiny.parent}/tiny_")
+    judge = (
+        f'{{judge: "http://127.0.0.1:{port}/v1", timeout_s: 3, name: judge, arguments: {{model: m, retries: 1}}}}'
+    )
+    recipe.write_text(text.replace("timeout_s: 10}]", f"timeout_s: 10}}, {judge}]"))
+    up = cli.start("up", recipe, "train.steps=6", "evaluate.every_steps=0", "deterministic=false")
+    cli.wait_until(lambda: any((cli.folder / "runs").glob("*/metrics.jsonl")), "the run has begun", 100)
+    cli.wait_until(lambda: cli.metrics("tiny") != [], "a step", 60)
+    # when it comes back
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Approving) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert up.wait(120) == 0
+        server.shutdown()
+    # then rows of the first step have no verdict of it, which is no 0, and those of the last one have it
+    run = cli.newest_run("tiny")
+    rows = pq.read_table(sorted((run / "samples").glob("train-*.parquet"))).to_pylist()
+    first, last = ([row for row in rows if row["step"] == step] for step in (1, 6))
+    assert first and all(row["reward.judge"] is None and row["reward"] == row["reward.letters"] for row in first)
+    assert last and all(row["reward"] == pytest.approx(row["reward.letters"] + 0.7) for row in last)
+    # and the log told it
+    log = (run / "logs" / "reward-0.log").read_text()
+    assert "reward.no_verdict" in log and str(port) in log
