@@ -104,6 +104,7 @@ class RolloutRole:
             sampling=self._sampling_at(rollout.temperature),
             deterministic=recipe.deterministic,
             options=options,
+            folder=self._context.recipe_folder,
         )
         made: GenerationEngine = GENERATION.find(rollout.engine, self._context.recipe_folder)(settings)
         lora = recipe.train.lora

@@ -33,6 +33,11 @@ def wide() -> str:
     return _made("wide", hidden=576, intermediate=1536, heads=9, kv_heads=3)
 
 
+def long() -> str:
+    """The tiny one with room for 2048 tokens."""
+    return _made("long", hidden=64, intermediate=128, heads=4, kv_heads=2, context=2048)
+
+
 def _made(name: str, **shape: int) -> str:
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     return str(make_once(f"{name}-{digest}", partial(_write, shape=shape)))
@@ -60,7 +65,7 @@ def _write(target: Path, *, shape: Mapping[str, int]) -> None:
         num_hidden_layers=2,
         num_attention_heads=shape["heads"],
         num_key_value_heads=shape["kv_heads"],
-        max_position_embeddings=512,
+        max_position_embeddings=shape.get("context", 512),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -58,3 +58,22 @@ class DeepSpeedOptions(Block):
         default=2, description="What a rank holds a slice of: 1 optimizer state, 2 gradients too, 3 weights too."
     )
     offload: bool = Field(default=False, description="Optimizer state in the memory of the CPU.")
+
+
+class EmulatedOptions(Block):
+    """Options of `emulated`, for generation."""
+
+    lengths: str = Field(description="JSON list of response lengths in tokens, or FILE#NAME of one in an object.")
+    prompts: PositiveInt = Field(description="Of a step (data.prompts_per_step): steps take the lengths in turn.")
+    members: PositiveInt = Field(description="Of a group (algorithm.group_size).")
+    iteration_s: PositiveFloat = Field(default=0.02, description="Seconds of a decoding iteration, by itself.")
+    active_s: float = Field(default=0.0001, ge=0, description="Seconds more for each active response.")
+    time_scale: PositiveFloat = Field(default=1.0, description="Real seconds for each emulated one.")
+
+
+class EmulatedTrainingOptions(Block):
+    """Options of `emulated`, for training."""
+
+    token_s: PositiveFloat = Field(default=0.00034, description="Device-seconds of training on a response token.")
+    devices: PositiveInt = Field(default=1, description="Devices that train.")
+    time_scale: PositiveFloat = Field(default=1.0, description="Real seconds for each emulated one.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class EngineSettings:
         sampling: what most requests will ask for.
         deterministic: whether a chunk's result must not depend on what else is generated.
         options: the engine's own (its `Options` block), as the recipe has them.
+        folder: the recipe's, for files that the options name.
     """
 
     model: str
@@ -55,6 +57,7 @@ class EngineSettings:
     sampling: Sampling = field(default_factory=Sampling)
     deterministic: bool = False
     options: Any = None
+    folder: Path = Path()
 
 
 @dataclass(frozen=True, slots=True)

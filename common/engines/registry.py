@@ -27,7 +27,14 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from pydantic import ValidationError
 
-from rlmq.common.engines.engine_options import DeepSpeedOptions, HttpOptions, NoOptions, VllmOptions
+from rlmq.common.engines.engine_options import (
+    DeepSpeedOptions,
+    EmulatedOptions,
+    EmulatedTrainingOptions,
+    HttpOptions,
+    NoOptions,
+    VllmOptions,
+)
 from rlmq.common.errors import UsageError
 from rlmq.common.recipe.block import Block
 from rlmq.common.user_code import is_spec, load_function
@@ -195,6 +202,7 @@ GENERATION = EngineRegistry(
         "hf": BuiltIn("rlmq.common.engines.hf:make_engine", deterministic=True),
         "vllm": BuiltIn("rlmq.common.engines.vllm_engine:VllmEngine", VllmOptions, _VLLM),
         "http": BuiltIn("rlmq.common.engines.http_engine:HttpEngine", HttpOptions),
+        "emulated": BuiltIn("rlmq.common.engines.emulated:EmulatedEngine", EmulatedOptions),
     },
     elsewhere={
         "sglang": "Install a package that registers it in the entry point group rlmq.generation_engines, name a "
@@ -213,6 +221,7 @@ TRAINING = EngineRegistry(
         "deepspeed": BuiltIn(
             "rlmq.common.engines.deepspeed_trainer:make_engine", DeepSpeedOptions, _DEEPSPEED, deterministic=True
         ),
+        "emulated": BuiltIn("rlmq.common.engines.emulated:EmulatedTrainer", EmulatedTrainingOptions),
     },
     elsewhere={
         "megatron": "Install a package that registers it in the entry point group rlmq.training_engines, name a "
