@@ -51,7 +51,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorNote(msgspec.Struct, frozen=True):
-    """What a bulk column says of a row: type, shape, where its tensor is. `dim` is -1 where one rank has it whole."""
+    """What a bulk column says of a row: type, shape, place of its tensor. `dim` is -1 where one rank has all."""
 
     role: str
     dtype: str

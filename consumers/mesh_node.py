@@ -72,7 +72,7 @@ class MeshNode:
     """One rank.
 
     Raises:
-        UsageError: no such class or method, a method without a transfer protocol, or one that does not collect rows.
+        UsageError: no such class or method, one without a transfer protocol, or one that does not collect rows.
     """
 
     def __init__(self, context: WorkerContext, store: ExperienceStore) -> None:
