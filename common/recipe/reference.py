@@ -28,6 +28,7 @@ Every key of a recipe. This page is generated: `python -m rlmq.common.recipe.ref
   points to.
 * `dataflow.min_batch_for_reward` is another name of `stages.reward.min_batch`.
 * `file.py:function` is imported by path; its siblings can be imported from it as from a script.
+  `package.module:function` is one of an installed package.
 
 An unfinished run is continued by the same command. With a changed recipe it is continued only if all changes are
 harmless: `train.steps` (where the learning rate's schedule does not depend on it), `data.passes`,
