@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlmq.common.control import TRAINERS
 from rlmq.common.joined_nodes import joined_nodes
+from rlmq.common.placement import device_of, devices_here
 from rlmq.common.processes import cores
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -123,6 +124,8 @@ def threads(recipe: Recipe, role: str) -> int:
     placed = recipe.place_of(role)
     if placed is not None and placed.threads is not None:
         return placed.threads
+    if getattr(placed, "devices", ()) and devices_here().kind == "core":
+        return 1
     return cores() if role in COMPUTE_ROLES or getattr(placed, "model", None) is not None else 1
 
 
@@ -167,4 +170,7 @@ def _spec(recipe: Recipe, role: str, index: int, argv: tuple[str, ...]) -> Proce
     reads = (*READS.get("critic" if critic else role, _NODE_READS), "control")
     placed = recipe.place_of(role)
     forked = role in COMPUTE_ROLES or bool(getattr(placed, "model", None) or getattr(placed, "method", None))
-    return ProcessSpec(role, index, argv, process_environment(recipe, role), reads, forked)
+    environment, device = process_environment(recipe, role), device_of(recipe, role, index)
+    if device is not None and devices_here().kind == "gpu":
+        environment["CUDA_VISIBLE_DEVICES"] = str(device)
+    return ProcessSpec(role, index, argv, environment, reads, forked)

@@ -113,7 +113,7 @@ def worker(
     ],
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    index: Annotated[int, typer.Option("--index", min=0, help="Which worker of the role.")] = 0,
+    index: Annotated[int, typer.Option("--index", min=0, envvar="RANK", help="Which worker of the role.")] = 0,
     run: RunOption = None,
 ) -> int:
     """Run one worker of a run."""

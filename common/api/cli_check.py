@@ -42,6 +42,7 @@ def find_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
         _reward_problems,
         _algorithm_problems,
         _engine_problems,
+        _placement_problems,
         _environment_problems,
         _node_problems,
     ):
@@ -162,6 +163,16 @@ def _engine_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
             load_function(recipe.train.optimizer, folder, subject="train.optimizer")
         if recipe.train.lora.r is not None:
             require_installed("train.lora", LORA)
+    except RlmqError as error:
+        yield error
+
+
+def _placement_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
+    from rlmq.common.placement import check_devices, check_memory, devices_here, placements
+
+    try:
+        check_devices(loaded.recipe, devices_here())
+        check_memory(loaded.recipe, placements(loaded.recipe, loaded.folder), devices_here())
     except RlmqError as error:
         yield error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +41,22 @@ def worker_command(role: str, index: int, path: Path, overrides: Sequence[str], 
     recipe = loaded.recipe if joined is None else loaded.recipe.model_copy(update={"nodes": (joined,)})
     if joined is None:
         check_place(recipe, role, index)
+        _check_launcher(recipe, role)
     apply_environment(process_environment(recipe, role))
     run = RunFolder(run_path) if run_path is not None else _await_run(loaded.recipe)
     return _end(worker_main, loaded, run, role, index)
+
+
+def _check_launcher(recipe: Recipe, role: str) -> None:
+    """Raises UsageError: torchrun started another number of processes than the role has."""
+    told, workers = os.environ.get("WORLD_SIZE", ""), recipe.workers().get(role)
+    if "TORCHELASTIC_RUN_ID" in os.environ and told.isdecimal() and int(told) != workers:
+        raise UsageError(
+            f"WORLD_SIZE of torchrun, for {role}",
+            got=told,
+            expected=f"placement.{role}.workers, which is {workers}",
+            remedy=f"Set placement.{role}.workers={told}, or torchrun --nproc-per-node {workers}",
+        )
 
 
 def _load(path: Path, overrides: Sequence[str], run_path: Path | None) -> LoadedRecipe:

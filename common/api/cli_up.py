@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rlmq.common.errors import ExitCode, UsageError
+from rlmq.common.placement import GIB, check_devices, check_memory, devices_here, placements
 from rlmq.common.processes import signal_group, spawn
 from rlmq.common.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
@@ -135,12 +136,28 @@ def _print_plan(loaded: LoadedRecipe, run: RunFolder) -> None:
     print(f"# run {run.run_id} in {run.path}")
     print(f"# relative names are looked up in {loaded.folder}")
     print(dump_recipe(recipe), end="")
+    _print_placement(loaded)
     print("\n# processes")
     if recipe.redis.url is None:
         server = Server(run, find_binary())
         print(f"redis-0:\n  command: {_quoted(server.command())}\n  folder: {run.server}")
     for spec in process_specs(recipe, loaded.path.absolute(), loaded.overrides, run):
         _print_process(recipe, spec)
+
+
+def _print_placement(loaded: LoadedRecipe) -> None:
+    """Who runs where, and about how much memory that takes."""
+    here = devices_here()
+    check_devices(loaded.recipe, here)
+    placed = placements(loaded.recipe, loaded.folder)
+    what = f"{here.count} GPUs" if here.kind == "gpu" else f"no GPU, {here.count} cores"
+    each = ", ".join(f"{one / GIB:.1f}" for one in here.bytes)
+    print(f"\n# placement on {what} with {each} GiB; weights, optimizer, keys and values, logits of a micro-batch")
+    for one in placed:
+        where = f"every {here.kind}" if one.device is None else f"{here.kind} {one.device}"
+        print(f"#   {one.name:<16}{where:<12}{f'{one.bytes / GIB:6.2f} GiB' if one.bytes else ''}".rstrip())
+    print(f"#   {'together':<28}{sum(one.bytes for one in placed) / GIB:6.2f} GiB")
+    check_memory(loaded.recipe, placed, here)
 
 
 def _print_process(recipe: Recipe, spec: ProcessSpec) -> None:

@@ -19,9 +19,13 @@ from rlmq.algorithms import Settings
 from rlmq.common import script
 from rlmq.common.critics import CRITIC
 from rlmq.common.errors import ControlLoopDiverged, UsageError
+from rlmq.common.recipe.placement_block import ActorPlacement
 from rlmq.common.user_code import spec_of
 from rlmq.handles import Actor, Batch, Critic, Prompts, Reference, Reward, Update
 from rlmq.tracing import ScriptSteering, Tracing
+
+_PLACED = frozenset(ActorPlacement.model_fields)
+"""Settings of a role that are its placement."""
 
 
 class Run:
@@ -54,7 +58,7 @@ class Run:
     # -- declarations --------------------------------------------------------------------------------------
 
     def actor(self, model: Any, **settings: Any) -> Actor:
-        """The policy. `settings` are keys of the recipe's `train` block (`lr`, …), and `workers`, `threads`."""
+        """The policy. `settings` are keys of the recipe's `train` block (`lr`, …) and of `placement.actor`."""
         self._put("model", _source(model))
         self._declare("actor", "train", settings)
         return Actor(self, "actor")
@@ -129,7 +133,7 @@ class Run:
 
     def _declare(self, role: str, block: str, settings: Mapping[str, Any]) -> None:
         for key, value in settings.items():
-            placed = (key in ("workers", "threads") and not block.startswith("critics.")) or not block
+            placed = (key in _PLACED and not block.startswith("critics.")) or not block
             self._put(f"placement.{role}.{key}" if placed else f"{block}.{key}", value)
 
     def _put(self, key: str, value: Any) -> None:

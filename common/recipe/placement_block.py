@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from rlmq.common.layouts.layout import MeshShape
-from rlmq.common.recipe.block import Block, PositiveInt
+from rlmq.common.recipe.block import Block, PositiveFloat, PositiveInt
+
+Device = Annotated[int, Field(ge=0)]
+
+
+class PoolBlock(Block):
+    """Devices under a name."""
+
+    name: str = Field(description="What `placement.ROLE.pool` calls it.")
+    devices: tuple[Device, ...] = Field(min_length=1, description="GPUs; without one, cores.")
+    memory_gib: PositiveFloat | None = Field(
+        default=None, description="Memory that may be used of each GPU; none: all that it has."
+    )
 
 
 class RolePlacement(Block):
-    """How many processes a role has, and threads for each."""
+    """How many processes a role has, where, and threads for each."""
 
-    workers: PositiveInt = Field(default=1, description="Processes of this role.")
+    workers: PositiveInt = Field(default=1, description="Processes of this role; not given: one for each device.")
+    devices: tuple[Device, ...] = Field(
+        default=(),
+        description="GPUs that its processes get in turn, one each (without a GPU, cores); none: they share all.",
+    )
+    pool: str | None = Field(default=None, description="Name of an item of placement.pools: its devices.")
     threads: PositiveInt | None = Field(default=None, description="Compute threads per process; none: all cores.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_each(cls, given: Any) -> Any:
+        """Devices without a number of workers."""
+        if isinstance(given, Mapping) and given.get("devices") and "workers" not in given:
+            return {**given, "workers": len(given["devices"])}
+        return given
+
+    @model_validator(mode="after")
+    def _devices_once(self) -> RolePlacement:
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError(f"devices: each once, not {list(self.devices)}")
+        if len(self.devices) > self.workers:
+            raise ValueError(f"workers: at least one for each of the {len(self.devices)} devices")
+        return self
 
 
 class GenerationPlacement(Block):

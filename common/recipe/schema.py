@@ -6,6 +6,7 @@ Unknown keys are refused. `rlmq check RECIPE` validates a file; `--dry-run` prin
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -18,7 +19,7 @@ from rlmq.common.recipe.data_block import DataBlock
 from rlmq.common.recipe.lora_block import LoraBlock
 from rlmq.common.recipe.loss_block import NO_POLICY, LossBlock
 from rlmq.common.recipe.node_block import NodeBlock
-from rlmq.common.recipe.placement_block import ActorPlacement, RolePlacement
+from rlmq.common.recipe.placement_block import ActorPlacement, PoolBlock, RolePlacement
 from rlmq.common.recipe.record_block import RecordBlock
 from rlmq.common.recipe.reward_block import RewardBlock
 from rlmq.common.recipe.schedule_block import ScheduleBlock
@@ -127,12 +128,37 @@ class TrainBlock(Block):
 class PlacementBlock(Block):
     """Processes per role."""
 
+    pools: tuple[PoolBlock, ...] = ()
     actor: ActorPlacement = Field(default_factory=ActorPlacement, description="Trainer ranks.")
     rollout: RolePlacement = Field(default_factory=RolePlacement, description="Generation workers.")
     reward: RolePlacement = Field(default_factory=RolePlacement, description="Reward workers.")
     reference: RolePlacement = Field(default_factory=RolePlacement, description="Reference workers, if any.")
     critic: RolePlacement = Field(default_factory=RolePlacement, description="Critic ranks, if any.")
     reward_model: RolePlacement = Field(default_factory=RolePlacement, description="Reward model ranks, if any.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_pools(cls, given: Any) -> Any:
+        """A role in a pool has its devices."""
+        if not isinstance(given, Mapping):
+            return given
+        pools = {pool["name"]: pool["devices"] for pool in given.get("pools", ()) if isinstance(pool, Mapping)}
+        found = dict(given)
+        for role, own in given.items():
+            if isinstance(own, Mapping) and own.get("pool") in pools and not own.get("devices"):
+                found[role] = {**own, "devices": pools[own["pool"]]}
+        return found
+
+    @model_validator(mode="after")
+    def _pools_known(self) -> PlacementBlock:
+        names = [pool.name for pool in self.pools]
+        if len(set(names)) < len(names):
+            raise ValueError("pools: each name once")
+        for role in type(self).model_fields:
+            pool = getattr(getattr(self, role), "pool", None)
+            if pool is not None and pool not in names:
+                raise ValueError(f"{role}.pool: the name of an item of placement.pools, not {pool!r}")
+        return self
 
 
 class EvaluateBlock(Block):
