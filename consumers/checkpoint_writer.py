@@ -59,14 +59,14 @@ class CheckpointWriter:
         """The step whose checkpoint has not been told as finished; -1: none."""
         return -1 if self._job is None else self._job.step
 
-    def begin(self, step: int, weights: Tensors, state: Tensors, save: Save) -> None:
+    def begin(self, step: int, weights: Tensors, state: Tensors, save: Save, *, copy: bool = True) -> None:
         """Start to write a checkpoint; the former one has ended (see `finished`).
 
-        Nobody may change the tensors before `before_change` has returned.
+        Nobody may change the tensors before `before_change` has returned; without `copy`, never.
         """
         if self._job is not None:
             raise RuntimeError("one checkpoint at a time")
-        thread = threading.Thread(target=lambda: self._run(job, weights, state, save), name="checkpoint")
+        thread = threading.Thread(target=lambda: self._run(job, weights, state, save, copy), name="checkpoint")
         job = self._job = _Job(step, thread)
         thread.start()
 
@@ -88,13 +88,15 @@ class CheckpointWriter:
         self._job = None
         return job.result
 
-    def _run(self, job: _Job, weights: Tensors, state: Tensors, save: Save) -> None:
+    def _run(self, job: _Job, weights: Tensors, state: Tensors, save: Save, copy: bool) -> None:
         began = time.monotonic()
         error: Exception | None = None
         try:
-            self._weights, self._state = _copied(weights, self._weights), _copied(state, self._state)
+            if copy:
+                weights = self._weights = _copied(weights, self._weights)
+                state = self._state = _copied(state, self._state)
             job.copied.set()
-            save(self._weights, self._state)
+            save(weights, state)
         except Exception as failure:  # noqa: BLE001 - the thread's edge: `finished` tells it
             error = failure
         job.result = Written(job.step, time.monotonic() - began, error)

@@ -22,7 +22,13 @@ Save = Callable[..., object]
 
 
 class Saved(Protocol):
-    """What is saved; both are asked for, one after the other."""
+    """What is saved; both are asked for, one after the other.
+
+    Attributes:
+        aside: nobody changes the tensors, so that no copy of them is needed.
+    """
+
+    aside: bool
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights by name."""
@@ -64,9 +70,8 @@ class SavedSteps:
         """Write a checkpoint of this step beside the training; a former one is awaited."""
         self.settle(wait=self._writer.step != step)
         if step > max(self.durable, self._writer.step):
-            self._writer.begin(
-                step, without_aliases(self._engine.shards()), self._engine.state(), partial(save, step)
-            )
+            weights, state = without_aliases(self._engine.shards()), self._engine.state()
+            self._writer.begin(step, weights, state, partial(save, step), copy=not self._engine.aside)
 
     def save(self, step: int, save: Save) -> None:
         """This step is durable when this returns; written without a copy.

@@ -24,7 +24,9 @@ from rlmq.common.algorithms import algorithm_of
 from rlmq.common.algorithms.metric_sums import merge_sums, metric_means
 from rlmq.common.critics import Heads, critic_heads, learners
 from rlmq.common.determinism import require_same_environment
+from rlmq.common.engines.fully_sharded import as_it_is
 from rlmq.common.engines.micro_batches import build_micro_batch
+from rlmq.common.engines.torch_trainer import TorchEngine
 from rlmq.common.engines.training import MicroBatch, StepStats, TrainingEngine
 from rlmq.common.errors import IntegrityError, UsageError
 from rlmq.common.flow import flow_table
@@ -39,6 +41,7 @@ from rlmq.consumers.logged_steps import LoggedSteps, tables_of
 from rlmq.consumers.mesh import Mesh, meet
 from rlmq.consumers.reward_figures import figure_columns
 from rlmq.consumers.saved_steps import SavedSteps
+from rlmq.consumers.spool import Spool
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +97,9 @@ class Trainer(Generic[Engine]):
         self._config: Mapping[str, Any] = {}  # what a checkpoint's config.json says beside the first model's
         self._adapter: Mapping[str, Any] | None = None  # peft's configuration, where adapters are trained
         self._engine = self._restored()
-        self._saved = SavedSteps(_Gathered(self._engine, self._mesh), self._trained, self._committed, context.log)
+        self._saved = SavedSteps(
+            _Gathered(self._engine, self._mesh, checkpoints), self._trained, self._committed, context.log
+        )
 
     def _shape(self) -> MeshShape | None:
         """How the model lies on the ranks; None: each has all of it."""
@@ -173,9 +178,14 @@ class Trainer(Generic[Engine]):
     def _follow(self, word: bytes = _NO_ENTRY) -> bytes:
         """Rank 0's word, on every rank; until it comes, the others give their part of what rank 0 saves."""
         while (heard := self._mesh.broadcast(word)) == _GIVE and self._context.rank != 0:
+            own = self._engine if isinstance(self._engine, TorchEngine) else None
+            if own is not None:
+                own.keep = _nothing_of
             for _ in self._engine.shards():
                 pass
             self._engine.state()
+            if own is not None:
+                own.keep = as_it_is
         return heard
 
     def _for_this_mesh(self, updates: tuple[Update, ...], step: int) -> tuple[Update, ...]:
@@ -346,22 +356,38 @@ class Trainer(Generic[Engine]):
         self._store.advance(min(self._saved.durable, *newest))
 
 
-class _Gathered:
-    """The engine as rank 0 saves it: of a sharded one, every rank gives its part (see `Trainer._follow`)."""
+def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a rank keeps of whole tensors that rank 0 saves."""
+    return tensor.new_empty(0)
 
-    def __init__(self, engine: TrainingEngine, mesh: Mesh) -> None:
+
+class _Gathered:
+    """The engine as rank 0 saves it: of a sharded one, every rank gives its part (see `Trainer._follow`).
+
+    What rlmq's own engines gather is put aside tensor by tensor: rank 0 has memory for one of them.
+    """
+
+    def __init__(self, engine: TrainingEngine, mesh: Mesh, folder: Path) -> None:
         self._engine = engine
         self._mesh = mesh
+        self._folder = folder
+        self.aside = engine.sharded and isinstance(engine, TorchEngine)
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainingEngine.shards`; `state` is asked for next."""
+        if self.aside and isinstance(self._engine, TorchEngine):
+            self._engine.keep = Spool(self._folder).keep
         if self._engine.sharded:
             self._mesh.broadcast(_GIVE)
         return self._engine.shards()
 
     def state(self) -> dict[str, torch.Tensor]:
         """See `TrainingEngine.state`."""
-        return self._engine.state()
+        try:
+            return self._engine.state()
+        finally:
+            if isinstance(self._engine, TorchEngine):
+                self._engine.keep = as_it_is
 
 
 def _figures(total: Mapping[str, float], update: Update, losses: Mapping[str, Update]) -> dict[str, float]:

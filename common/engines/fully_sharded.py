@@ -6,7 +6,7 @@ gradient is summed, not averaged: the engine divides by global denominators.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,13 +60,21 @@ def whole(tensor: Any) -> torch.Tensor:
     return found
 
 
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor."""
+    return tensor
+
+
 def whole_by_name(
-    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype | None = None,
+    keep: Callable[[torch.Tensor], torch.Tensor] = as_it_is,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Gather one after the other; names of one sharded tensor (tied weights) get one and the same whole one.
 
     Args:
         dtype: of the floating-point ones; None: their own.
+        keep: makes what is yielded of a whole one.
     """
     named = list(tensors)
     names: dict[int, int] = {}
@@ -79,6 +87,7 @@ def whole_by_name(
         if found is None:
             found = whole(tensor.detach())
             found = found.to(dtype) if dtype is not None and found.is_floating_point() else found
+            found = keep(found)
             if names[memory] > 1:
                 shared[memory] = found
         yield name, found

@@ -325,7 +325,7 @@ class ParallelEngine(TorchEngine):
             for box, sender in _senders(held):
                 self._move(tensor, box, sender, own, whole)
             if whole is not None:
-                yield name, whole
+                yield name, self.keep(whole)
 
     def _begin_whole(
         self, tensor: CutTensor, held: Mapping[int, tuple[Box, ...]], own: Mapping[str, torch.Tensor]

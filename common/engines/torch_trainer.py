@@ -11,7 +11,7 @@ from torch import nn
 
 from rlmq.common.dtypes import manifest_of
 from rlmq.common.engines.adapters import Adapters, short
-from rlmq.common.engines.fully_sharded import like, shard_fully, whole, whole_by_name
+from rlmq.common.engines.fully_sharded import as_it_is, like, shard_fully, whole, whole_by_name
 from rlmq.common.engines.learning_rate import learning_rate
 from rlmq.common.engines.own_optimizer import Build, built, load_named_state, named_state, own_optimizer
 from rlmq.common.engines.shared_prompts import Places, places_of, sharing_cost
@@ -61,6 +61,10 @@ class TorchEngine:
     _own = False
     _rates: Sequence[float] = (1.0,)
     watch: Callable[[Literal["gradient", "weights"], Iterator[tuple[str, torch.Tensor]]], None] | None = None
+
+    adapters: Adapters | None = None
+    keep: Callable[[torch.Tensor], torch.Tensor] = staticmethod(as_it_is)
+    """What becomes of each whole tensor that `shards` and `state` of a sharded engine gather."""
 
     def __init__(
         self,
@@ -136,7 +140,7 @@ class TorchEngine:
 
     def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights by name, tied aliases included, in the order of `layout`; references unless sharded."""
-        yield from whole_by_name(self._as_served(), self._served)
+        yield from whole_by_name(self._as_served(), self._served, self.keep)
 
     def _as_served(self) -> Iterable[tuple[str, torch.Tensor]]:
         own = self.model.state_dict().items()
@@ -285,10 +289,11 @@ class TorchEngine:
         for name, master in zip(self._names, self._masters, strict=True):
             own = self._optimizer.state.get(master, {})
             for moment in () if self._own else ("exp_avg", "exp_avg_sq"):
-                named[f"{moment}.{name}"] = whole(own[moment] if moment in own else torch.zeros_like(master))
+                found = whole(own[moment] if moment in own else torch.zeros_like(master))
+                named[f"{moment}.{name}"] = self.keep(found)
             # What is served has lost their last bits, or has adapters in a sum.
             if self._served is not None or self._low_precision or self.adapters is not None:
-                named[f"master.{name}"] = whole(master.detach())
+                named[f"master.{name}"] = self.keep(whole(master.detach()))
         return named
 
     @torch.no_grad()
