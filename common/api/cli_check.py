@@ -196,7 +196,10 @@ def _node_problems(loaded: LoadedRecipe) -> Iterator[RlmqError]:
     for critic in loaded.recipe.critics:
         try:
             if critic.role is not None:
-                load_function(critic.role, loaded.folder, subject=f"critics: role of {critic.name}")
+                subject = f"critics: role of {critic.name}"
+                made = load_function(critic.role, loaded.folder, subject=subject)
+                if not hasattr(made, "handlers"):
+                    yield UsageError(subject, got=critic.role, expected="a class that extends CriticRole")
         except RlmqError as error:
             yield error
     for block in loaded.recipe.nodes:

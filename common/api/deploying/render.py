@@ -69,7 +69,7 @@ def compose(loaded: LoadedRecipe) -> dict[str, str]:
 
 def _given(loaded: LoadedRecipe, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     site = site_of(loaded, home=_HOME, state=_STATE, user="rlmq", redis_url=f"unix://{_REDIS}", overrides=overrides)
-    return {"site": site, "compute": COMPUTE_ROLES}
+    return {"site": site, "compute": (*COMPUTE_ROLES, *(one.name for one in loaded.recipe.critics))}
 
 
 def _files(kind: str, names: Sequence[str], given: dict[str, Any]) -> dict[str, str]:
