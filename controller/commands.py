@@ -44,6 +44,7 @@ READS: Mapping[str, tuple[str, ...]] = {
         "data",
         "losses",
         "rollout.batch_size_per_device",
+        "rollout.chunk_rows",
         "evaluate",
         "redis",
     ),

@@ -170,7 +170,7 @@ class PromptsRole:
     def _put_recorded(
         self, recorded: RecordedGroups, table: str, step: int, groups: Sequence[int], after: int = 0
     ) -> int:
-        most_rows = self._recipe.rollout.batch_size_per_device
+        most_rows = self._recipe.rollout.claimed
         chunks = recorded.chunks(step, groups, most_rows, after=after, table=table)
         sizes = [len(rows) // max(1, len(set(rows["group_id"].to_pylist()))) for rows in chunks]
         self._put_chunks(table, step, chunks, sizes, after)
@@ -223,7 +223,7 @@ class PromptsRole:
         greedy: bool = False,
         after: int = 0,
     ) -> int:
-        most_rows = self._recipe.rollout.batch_size_per_device
+        most_rows = self._recipe.rollout.claimed
         chunks = chunk_rows(table, step, prompts, group_size, most_rows, greedy=greedy, after=after)
         group_size += greedy
         self._put_chunks(table, step, chunks, [group_size] * len(chunks), after)

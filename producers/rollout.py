@@ -178,7 +178,7 @@ class RolloutRole:
             return None
         if isinstance(self._store, SlottedStore):  # what is trained next comes first
             self._store.first_step = self._engine.version + 1
-        rows = self._context.recipe.rollout.batch_size_per_device
+        rows = self._context.recipe.rollout.claimed
         claims = (self._store.claim(table, "rollout", max_rows=rows, columns=self._columns) for table in tables)
         return next((claim for claim in claims if claim is not None), None)
 
@@ -202,10 +202,10 @@ class RolloutRole:
                     self._hold(chunks)
                     return
                 if self._has_room(chunks) and now - looked_at > _LOOK_EVERY_S:
-                    looked_at = now
                     # Not training prompts beside an evaluation: it would wait for their chunks to end.
                     more = self._claim((EVAL,) if chunks[0].claim.table == EVAL else (EVAL, TRAIN))
                     chunks += [self._begun(more)] if more is not None else []
+                    looked_at = looked_at if more is not None else now
         finally:
             for chunk in chunks:
                 self._engine.abort(chunk.requests)

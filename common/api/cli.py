@@ -571,6 +571,26 @@ def draw(
 
 @app.command()
 @ends_in_one_message
+def simulate(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="Devices.")] = 8,
+    lengths: Annotated[
+        str, typer.Option("--lengths", help="JSON list of response lengths (FILE or FILE#NAME), or a run's folder.")
+    ] = "",
+    steps: Annotated[
+        int, typer.Option("--steps", min=3, help="Steps to simulate; the first two are not counted.")
+    ] = 12,
+    sync_s: Annotated[float, typer.Option("--sync-s", min=0, help="Seconds of a weight sync.")] = 0.0,
+) -> int:
+    """Predict the time of a step for each schedule, on devices that are not here."""
+    from rlmq.cli_simulate import simulate_command
+
+    return simulate_command(recipe, overrides or [], devices=gpus, lengths=lengths, steps=steps, sync_s=sync_s)
+
+
+@app.command()
+@ends_in_one_message
 def algorithms() -> int:
     """List the algorithms."""
     from rlmq.cli_read import algorithms_command

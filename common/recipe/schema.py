@@ -84,6 +84,16 @@ class RolloutBlock(Block):
         description="delta: only what changed moves, where that is less (bfloat16); the trainer keeps a copy.",
     )
     batch_size_per_device: PositiveInt = Field(default=64, description="Most samples generated at once per worker.")
+    chunk_rows: PositiveInt | None = Field(
+        default=None,
+        description="Most samples that a worker claims and writes together (whole groups); "
+        "none: batch_size_per_device. Fewer are dealt more evenly, and scored sooner.",
+    )
+
+    @property
+    def claimed(self) -> int:
+        """Most samples of one claim."""
+        return self.chunk_rows or self.batch_size_per_device
 
     @model_validator(mode="after")
     def _penalty_given(self) -> RolloutBlock:

@@ -179,13 +179,13 @@ def test_a_refill_takes_the_next_prompts_and_is_put_once(make_role: MakeRole) ->
 def test_missing_groups_are_those_that_the_rows_left_would_not_fill(make_role: MakeRole) -> None:
     role, store = make_role("data.shuffle=false")
     role.admit({"step": 1})
-    assert role.missing({}) == {"groups": 0}
+    assert role.missing({"step": 1}) == {"groups": 0}
     claim = store.claim("train", "rollout", max_rows=1000)
     assert claim is not None
     store.finish(claim, "filtered", "equal_rewards", rows=range(7))
-    assert role.missing({}) == {"groups": 1}
+    assert role.missing({"step": 1}) == {"groups": 1}
     role.admit({"step": 1, "first": 5, "count": 1, "after": 5})
-    assert role.missing({}) == {"groups": 0}
+    assert role.missing({"step": 1}) == {"groups": 0}
 
 
 def test_passes_end_with_a_short_step_and_all_prompts_used(make_role: MakeRole) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlmq.common.engines.emulated import EmulatedEngine, EmulatedTrainer, length_of, read_lengths
+from rlmq.common.engines.emulated import EmulatedEngine, EmulatedTrainer
 from rlmq.common.engines.engine_options import EmulatedOptions, EmulatedTrainingOptions
 from rlmq.common.engines.generation import EngineSettings, Request, Sampling
+from rlmq.common.engines.lengths import length_of, read_lengths
 from rlmq.common.engines.training import LossTerms, TrainingSettings
 from rlmq.common.errors import UsageError
 from rlmq.common.models import resolve_model
