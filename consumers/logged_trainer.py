@@ -143,7 +143,15 @@ class LoggedTrainer(Trainer[Engine]):
         if found is None:
             return False
         entry, batch = found
-        updates = self._for_this_mesh(entry.beside.get(self._context.role, ()), step)
+        role = self._context.role
+        if role not in entry.beside:
+            raise IntegrityError(
+                f"step {step} of batch log {self._context.run.batch_log}",
+                got=f"no optimizer steps of {role}",
+                expected="them: it learns from every step",
+                remedy="The run began with another version or without this role: start anew with --fresh",
+            )
+        updates = self._for_this_mesh(entry.beside[role], step)
         figures = self._update_all(updates, self._work_on(batch, updates))
         self._trained = step
         seconds = {f"{self._context.role}_train_s": round(time.monotonic() - began, 4)}
