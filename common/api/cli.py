@@ -446,6 +446,21 @@ def stop(run: RunArgument = None, wait: Wait = True, within_s: Within = 60.0, fo
     return order_command("stop", run, folder=folder, wait=wait, within_s=within_s)
 
 
+@app.command()
+@ends_in_one_message
+def remap(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[RUN] ROLE KEY=VALUE...", help="Keys of placement.ROLE: devices=[0,1].")
+    ],
+    within_s: Within = 600.0,
+    folder: RunsFolder = _RUNS,
+) -> int:
+    """Drain a live run and go on with a role on other devices, or with another strategy; here, in this terminal."""
+    from rlmq.cli_remap import remap_command
+
+    return remap_command(words, folder=folder, within_s=within_s)
+
+
 @node.command("add")
 @ends_in_one_message
 def node_add(

@@ -39,6 +39,11 @@ def up_command(path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bo
     code = _check_in_child(path, overrides)
     if code != 0:
         return code
+    return run_loaded(loaded, fresh=fresh)
+
+
+def run_loaded(loaded: LoadedRecipe, *, fresh: bool) -> int:
+    """Start or continue the run of a recipe that was checked; returns its exit code."""
     with name_lock(loaded.recipe):
         return _run(loaded, fresh=fresh)
 
