@@ -2,8 +2,8 @@
 
 Same random model, rows, loss, optimizer, threads and most tokens of a forward; the two take turns, and end with the
 same weights up to the order of sums. Responses are log-normal (median 64, sigma 1), cut to 16 … 512, each with a
-prompt of its own, so that nothing is gained by sharing prompts. The plain loop computes the softmax of padded places
-too.
+prompt of its own, so that nothing is gained by sharing prompts. The plain loop computes the softmax of padded
+places too.
 
     RLMQ_BENCH_ROWS=96 RLMQ_BENCH_ROUNDS=3 rlmq bench packing
 """
