@@ -24,12 +24,13 @@ train: {steps: 3, lr: 1e-4}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a whole recipe; the model's folder holds nothing but its config."""
+    """A folder with a whole recipe; the model has an empty config and no tensor."""
     (tmp_path / "b.yaml").write_text(RECIPE)
     (tmp_path / "t.jsonl").write_text('{"prompt": "Say 3:", "answer": "3"}\n')
     (tmp_path / "r.py").write_text("def score(prompts, completions, **columns): return [1.0] * len(completions)\n")
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "m" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return tmp_path
 
 
