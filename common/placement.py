@@ -12,6 +12,7 @@ import os
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -85,11 +86,7 @@ def check_devices(recipe: Recipe, here: Devices) -> None:
 
 
 def placements(recipe: Recipe, folder: Path) -> list[Placed]:
-    """Every process of the run, in starting order.
-
-    Raises:
-        UsageError: there is no such model.
-    """
+    """Every process of the run, in starting order."""
     found = []
     for role, count in recipe.workers().items():
         model = _shape_of(_model_of(recipe, role), folder) if role in _WITH_MODEL else {}
@@ -126,9 +123,11 @@ def _model_of(recipe: Recipe, role: str) -> str:
 
 
 def _shape_of(model: str, folder: Path) -> Mapping[str, Any]:
-    """Nothing for a model that is not on this machine: it is not fetched for this."""
-    there = is_spec(model) or (folder / Path(model).expanduser()).exists()
-    return _shape(resolve_model(model, folder)) if there else {}
+    """Nothing for a model that is not on this machine, which is not fetched for this, or that cannot be loaded."""
+    if is_spec(model) or (folder / Path(model).expanduser()).exists():
+        with suppress(UsageError):  # told by those who load it
+            return _shape(resolve_model(model, folder))
+    return {}
 
 
 @cache
