@@ -66,7 +66,8 @@ PARTS = (
     Part(
         "algorithms/ppo.yaml",
         ("critic", "reference", "safety"),
-        (*_OFTEN, "algorithm.kl_coef=0.01", f"nodes={json.dumps([_SAFETY])}"),
+        # Slowly: a policy that has learned to say next to nothing leaves no group to train on.
+        (*_OFTEN, "train.lr=1e-3", "critic.lr=1e-3", "algorithm.kl_coef=0.01", f"nodes={json.dumps([_SAFETY])}"),
     ),
 )
 

@@ -160,6 +160,8 @@ _VERBS = {
     "ack": lambda bench, store, claim: store.ack(claim),
     "nack": lambda bench, store, claim: store.nack(claim, "no"),
     "release": lambda bench, store, claim: store.release(claim),
+    "lose": lambda bench, store, claim: store.lose(claim, [0], "end", ["x"]),
+    "held": lambda bench, store, claim: store.held("train"),
     "advance": lambda bench, store, claim: store.advance(0),
     "prioritize": lambda bench, store, claim: store.prioritize("train", "end", [_RANGE], [1.0]),
     "dead_letters": lambda bench, store, claim: store.dead_letters("train"),
