@@ -9,7 +9,7 @@ Nothing of rlmq is imported, so that a mistake in it is not repeated here.
     two ends   a sample was recorded twice with different contents
     retrained  a sample is in more than one batch, or a step was logged twice
     unlogged   recorded as trained and not in the batch log, or logged and recorded otherwise
-    stale      a token was not generated with the weights of the step before (synchronous algorithms)
+    stale      a token was generated with older weights than the schedule allows
     ancestry   the checkpoints' rows, in order, are not the logged ones up to the last checkpoint
     hash       a file of a checkpoint is not what its manifest says
 """
@@ -31,7 +31,7 @@ _CHECKPOINT = re.compile(r"step-(\d{6,})")
 Row = dict[str, Any]
 
 
-def broken(run: Path, *, steps: int, max_staleness: int = 0) -> list[str]:
+def broken(run: Path, *, steps: int) -> list[str]:
     """Every broken invariant, as `"name: what"`; empty when all hold.
 
     The chain of checkpoints is whole when the run kept all of them (`checkpoint.keep`).
@@ -48,7 +48,7 @@ def broken(run: Path, *, steps: int, max_staleness: int = 0) -> list[str]:
     checks = (
         _recorded(rows, grid),
         _logged(log, rows, grid, steps),
-        _versions(rows, max_staleness),
+        _versions(rows, _bound(recipe)),
         _ancestry(run, log, steps),
     )
     return [line for check in checks for line in check]
@@ -135,13 +135,20 @@ def _logged(
                 yield f"retrained: the micro-batches of step {entry['step']} do not hold each row once"
 
 
+def _bound(recipe: dict[str, Any]) -> int:
+    """Greatest staleness that the recipe's schedule allows."""
+    schedule = recipe.get("schedule") or {}
+    most = schedule.get("max_staleness")
+    return {"sync": 0, "one_step_off": 1, "async": 1 if most is None else most}[schedule.get("kind", "sync")]
+
+
 def _versions(rows: dict[str, list[Row]], max_staleness: int) -> Iterator[str]:
     old = [
         i
         for i, found in rows.items()
         if any(not 0 <= row["step"] - 1 - v <= max_staleness for row in found for v in row["policy_versions"] or ())
     ]
-    yield from _named("stale", old, "samples have tokens of other weights than those of the step before")
+    yield from _named("stale", old, "samples have tokens of older weights than the schedule allows")
 
 
 def _ancestry(run: Path, log: list[dict[str, Any]], steps: int) -> Iterator[str]:
