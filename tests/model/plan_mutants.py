@@ -72,7 +72,7 @@ MUTANTS = (
         "a trainer rank that died is not waited for",
         ("mesh_waits",),
         "plan.py",
-        "for rank in call.silent if call.role not in FIXED else ():",
+        "for rank in call.silent if not _fixed(state, call.role) else ():",
         "for rank in call.silent:",
     ),
     Mutant(
