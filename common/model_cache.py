@@ -25,6 +25,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("RLMQ_CACHE") or Path.home() / ".cache" / "rlmq")
 
 
+def torch_cache() -> dict[str, str]:
+    """What to set before torch is imported: it makes a folder then, which else stays in the temporary one."""
+    name, folder = "TORCHINDUCTOR_CACHE_DIR", cache_folder() / "inductor"
+    if name in os.environ:
+        return {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return {}
+    return {name: str(folder)} if os.access(folder, os.W_OK) else {}
+
+
 @contextmanager
 def file_lock(path: Path, *, timeout_s: float, purpose: str) -> Iterator[None]:
     """Hold an exclusive lock on `path`; the kernel drops it when the process dies.

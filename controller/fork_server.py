@@ -18,6 +18,7 @@ from typing import IO
 import msgspec
 
 from rlmq.common.forked import Order, command, serve
+from rlmq.common.model_cache import torch_cache
 from rlmq.common.processes import Child, die_with_parent, reap, signal_group, spawn
 from rlmq.controller.commands import ProcessSpec
 
@@ -155,7 +156,7 @@ class Forks:
     def _serve(self) -> ForkServer | None:
         if not self._modules:
             return None
-        return ForkServer(self._modules, {**os.environ, **_ENVIRONMENT}, self._log)
+        return ForkServer(self._modules, {**os.environ, **_ENVIRONMENT, **torch_cache()}, self._log)
 
     def _lose(self, error: Exception, *, again: bool) -> None:
         self._event(f"fork server: {error}; processes start without it, see {self._log}")

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlmq.common.model_cache import torch_cache
 from rlmq.compose import PRELOADED
 from rlmq.controller.fork_server import ForkServer
 
@@ -48,7 +49,8 @@ def start_cli(words: Sequence[str | Path], folder: Path, environment: Mapping[st
 @cache
 def _server() -> ForkServer:
     log = Path(tempfile.mkstemp(prefix="rlmq-tests-", suffix=".log")[1])
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **torch_cache(), "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
+    environment["PYTHONUNBUFFERED"] = "1"
     made = ForkServer(PRELOADED, environment, log)
     while not made.ready(1.0):
         pass

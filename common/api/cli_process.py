@@ -10,6 +10,7 @@ from pathlib import Path
 from rlmq.cli_errors import leave, tell
 from rlmq.common.errors import RlmqError, UsageError
 from rlmq.common.joined_nodes import joined_nodes
+from rlmq.common.model_cache import torch_cache
 from rlmq.common.recipe.load import LoadedRecipe, load_recipe
 from rlmq.common.recipe.schema import Recipe
 from rlmq.common.run_folder import RunFolder
@@ -42,7 +43,7 @@ def worker_command(role: str, index: int, path: Path, overrides: Sequence[str], 
     if joined is None:
         check_place(recipe, role, index)
         _check_launcher(recipe, role)
-    apply_environment(process_environment(recipe, role))
+    apply_environment({**process_environment(recipe, role), **torch_cache()})
     run = RunFolder(run_path) if run_path is not None else _await_run(loaded.recipe)
     return _end(worker_main, loaded, run, role, index)
 

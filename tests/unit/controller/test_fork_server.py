@@ -90,9 +90,10 @@ def test_it_runs_the_command_in_its_environment_and_is_the_callers_child(forks: 
     assert ended(child) == -signal.SIGTERM
 
 
-def forks_pid(child: psutil.Process) -> int:
-    """The server: a child of the same parent, with another command line."""
-    return next(p.pid for p in psutil.Process(child.ppid()).children() if "rlmq.common.forked" in p.cmdline())
+def server_of(forks: Forks) -> int:
+    """Pid of the server: the test session has one of its own."""
+    assert forks._server is not None
+    return forks._server._server.pid
 
 
 def test_output_and_exit_code_are_its_own(forks: Forks, tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_a_killed_server_is_started_again_and_meanwhile_processes_start_from_not
 ) -> None:
     # given a server that is gone
     child = start(forks, tmp_path, "sleep")
-    os.kill(forks_pid(psutil.Process(child.pid)), signal.SIGKILL)
+    os.kill(server_of(forks), signal.SIGKILL)
     # when a process is started, then it runs all the same, and it is told
     spec = ProcessSpec("actor", 0, (*RLMQ, "--version"), {}, forked=True)
     with (tmp_path / "out").open("ab") as output:
