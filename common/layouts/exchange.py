@@ -122,7 +122,7 @@ class Exchange:
         except RuntimeError as error:
             if isinstance(error, RlmqError):
                 raise
-            raise self._lost(error, subject, waited, lane.awaited) from error
+            raise self._lost(error, subject, waited, lane) from error
         except BaseException:
             lane.close()
             raise
@@ -159,12 +159,13 @@ class Exchange:
     def _is_mapped(self) -> bool:
         return any(sender == self._own for sender, _ in self._shared)
 
-    def _lost(
-        self, error: RuntimeError, subject: str, waited: Sequence[_Pending], awaited: _Pending | None
-    ) -> DeadlineExceeded:
-        """Who is at fault: of those waited for, the ones that do not tell that they wait for others."""
-        open_ = [one for one in waited if one is awaited or not _done(one.work)] or list(waited)
-        culprits = {one.peer for one in open_}
+    def _lost(self, error: RuntimeError, subject: str, waited: Sequence[_Pending], lane: _Lane) -> DeadlineExceeded:
+        """Who is at fault: of those waited for, the ones that do not tell that they wait for others.
+
+        Who is gone before a message can be posted is at fault himself.
+        """
+        open_ = [one for one in waited if one is lane.awaited or not _done(one.work)] or list(waited)
+        culprits = {one.peer for one in open_} if lane.posting is None else {lane.posting}
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # it may have been at the member that died
                 culprits = self._follow(self._store, culprits)
@@ -236,6 +237,7 @@ class _Lane:
         self.sent_bytes = 0
         self.damaged = -1
         self.awaited: _Pending | None = None
+        self.posting: int | None = None  # a message to or from this peer
 
     def post(self, step: Round, index: int) -> list[_Pending]:
         """Start a round: receives first, so that whoever is ahead finds them."""
@@ -244,6 +246,7 @@ class _Lane:
         if self._exchange._grouped:
             group._start_coalescing(device)
         for parcel, message, spare in _messages(step.receives, self._in[index % 2]):
+            self.posting = parcel.peer
             arriving = [message, *self._rooms(parcel, spare)]
             if self._pid(parcel.peer) is not None:
                 self._told[parcel.peer, step.number] = torch.empty(2, dtype=torch.int64)
@@ -252,6 +255,7 @@ class _Lane:
                 work = group.recv([part], at[parcel.peer], tag)
                 works.append(_Pending(work, parcel.peer, f"to send in round {step.number}"))
         for parcel, message, spare in _messages(step.sends, self._out[index % 2]):
+            self.posting = parcel.peer
             if (self._exchange._own, parcel.peer) in self._exchange._shared:
                 works += self._lay_out(parcel, message, spare, step.number, index)
                 continue
@@ -265,6 +269,7 @@ class _Lane:
         if self._exchange._grouped:
             every = group._end_coalescing(device)
             works = [_Pending(every, one.peer, one.what) for one in works]
+        self.posting = None
         return works
 
     def finish(self, posted: _Posted, deadline: float) -> None:

@@ -98,7 +98,9 @@ def main() -> int:
     (folder / f"{rank}.json").write_text(json.dumps(seen))
 
     dying = met("dying")
+    store.set(f"there-{rank}", "1")
     if rank == 1:
+        store.wait([f"there-{other}" for other in range(RANKS)])
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         carry_out(plans()["zero_redundancy"], rank, dying, "dying", 50.0)

@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import msgspec
+import pytest
 
+from rlmq.common.layouts import neighbours
 from rlmq.common.layouts.neighbours import Neighbour, SharedBuffer, can_read, mapped, this_process
 
 OTHER = """
@@ -41,7 +43,8 @@ def test_a_buffer_is_seen_by_another_process_and_gone_with_its_own() -> None:
     assert int(words[7]) == 42  # what is mapped stays
 
 
-def test_a_buffer_is_used_again_after_a_run_that_went_well_alone() -> None:
+def test_a_buffer_is_used_again_after_a_run_that_went_well_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "_SPARE", [])  # other tests of this process have left some
     first = SharedBuffer.of(8192)
     first.close(again=True)
     second = SharedBuffer.of(8192)
