@@ -99,8 +99,9 @@ class Wanted(msgspec.Struct, frozen=True):
 class HeldTensors:
     """What this rank made, and its end of the exchanges in which others get it."""
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext, mesh: Mesh) -> None:
         self._context = context
+        self._mesh = mesh
         self._tensors: dict[str, torch.Tensor] = {}
         self._steps: dict[str, int] = {}
         self.process = secrets.token_hex(4)
@@ -128,11 +129,14 @@ class HeldTensors:
 
         Returns:
             Bytes that this rank sent; `failed` where the exchange did.
+
+        Raises:
+            RestartRequired: another rank of this mesh started anew, and waits for the mesh.
         """
         limits, tried, failed = self._context.recipe.deadlines, set[int](), ""
         deadline = time.monotonic() + limits.step_s
         while time.monotonic() < deadline:
-            raise_if_stopping(self._context)
+            self._look()
             note = self._context.calls.noted(meeting_note(to)) or {"number": [0, 0], "port": 0}
             if list(note["number"]) > list(number) or (list(note["number"]) == list(number) and not note["port"]):
                 break
@@ -144,6 +148,10 @@ class HeldTensors:
                     failed = str(error)
             time.sleep(_LOOK_S)
         return {"failed": failed} if failed else {"bytes": 0}
+
+    def _look(self) -> None:
+        raise_if_stopping(self._context)
+        self._mesh.check()
 
     def _meet(self, port: int, to: str) -> int:
         limits, own = self._context.recipe.deadlines, (self._context.role, self._context.rank)
@@ -158,6 +166,9 @@ class HeldTensors:
             if part.rank == own[1] and (part.process != self.process or name not in self._tensors)
         ]
         store.set(f"missing/{own[0]}/{own[1]}", msgspec.json.encode(missing).decode())
+        while not store.check(["lost"]) and not clock.over:  # a rank that died may be what the readers wait for
+            self._look()
+            time.sleep(_LOOK_S)
         if own not in wanted.makers or _lost(store, clock, to) or missing:  # missing alone: it is over already
             return 0
         made = wanted.plan()

@@ -107,7 +107,7 @@ class MeshNode:
         self._max_rows = -(-most // group) * group
         source = source_hash(str(block.function), context.recipe_folder)
         self._facts = Facts(tag=f"config {recipe_hash(recipe)} function {source}")
-        self._tensors = HeldTensors(context)
+        self._tensors = HeldTensors(context, self._mesh)
         self._reader = TensorReader(context, self._mesh)
         self._claim: Claim | None = None
         self._extended_at = 0.0
