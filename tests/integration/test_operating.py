@@ -152,7 +152,9 @@ def test_orders_hold_change_and_end_a_run(cli: Any) -> None:
     goes_on(cli, "led")
     # then the greatest reward that there can be is half of what it was
     goes_on(cli, "led")
-    assert json.loads(cli.run("status", "led", "--json").out)["control"]["steps"] == 2999
+    cli.wait_until(
+        lambda: json.loads(cli.run("status", "led", "--json").out)["control"]["steps"] == 2999, "status says so"
+    )
     assert cli.metrics("led")[-1]["reward_mean"] <= 0.5
     # when it is drained, then it ends well with its last step saved, and the log has it all
     done = cli.run("drain", "led")
